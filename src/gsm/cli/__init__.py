@@ -1,0 +1,56 @@
+"""The `gsm` command. Sub-commands load when they are called, so `gsm --help` is instant."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+# name -> one-line help; the module gsm.cli.<name> defines `command`.
+COMMANDS = {
+    "bench": "Speed, memory and quality of several arms, side by side.",
+    "demo": "See on a real model, in minutes, what GSM does.",
+    "eval": "Quality of a config against the full cache; exit code 1 when it misses its tolerance.",
+    "generate": "Generate text through the tiered cache.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported on first use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"gsm.cli.{cmd_name.replace('-', '_')}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx)])
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="gsm-infer")
+def gsm() -> None:
+    """Long-context generation made faster and smaller, with quality measured beside it."""
+
+
+def main() -> None:
+    """Entry point: exit code 0 fine, 1 a check did not pass, 2 wrong usage or input."""
+    from gsm.errors import GsmError
+
+    try:
+        sys.exit(gsm(standalone_mode=False) or 0)
+    except GsmError as error:
+        click.echo(f"gsm: {error}", err=True)
+        sys.exit(2)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("gsm: interrupted", err=True)
+        sys.exit(130)

@@ -1,0 +1,143 @@
+"""The configuration: frozen, validated, and refused when a key is unknown or two settings contradict each other.
+
+Names follow the SPEC; every size is in tokens unless its name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from gsm.config.presets import apply_preset
+
+CodecName = Literal["none", "int8", "int4"]
+PolicyName = Literal["keep_all", "recent", "threshold", "budget"]
+ScorerName = Literal["mean_sigma", "minmax"]
+BackendName = Literal["auto", "reference", "torch", "numba"]
+
+
+class Section(BaseModel):
+    """A frozen section of the configuration; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class WarmConfig(Section):
+    """How pages older than the hot zone are stored."""
+
+    codec: CodecName = "int8"
+    place: Literal["device"] = "device"
+
+
+class SparseConfig(Section):
+    """Which pages a decode step reads.
+
+    ``budget_tokens`` counts sinks, recent tokens and selected older pages together. With neither budget given it is
+    ``max(1024, n / 8)`` for a context of n tokens.
+    """
+
+    enabled: bool = False
+    budget_tokens: int | None = Field(default=None, ge=1)
+    budget_fraction: float | None = Field(default=None, gt=0.0, le=1.0)
+    scorer: ScorerName = "mean_sigma"
+    sigma: float = Field(default=1.5, ge=0.0, description="weight c of the spread in the mean + c * sigma score")
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> SparseConfig:
+        if self.budget_tokens is not None and self.budget_fraction is not None:
+            raise ValueError("budget_tokens and budget_fraction are both set; give one of them")
+        return self
+
+    def budget_for(self, num_tokens: int) -> int:
+        """Tokens one kv head may attend at a context of ``num_tokens``."""
+        if self.budget_tokens is not None:
+            return self.budget_tokens
+        if self.budget_fraction is not None:
+            return max(1, int(num_tokens * self.budget_fraction))
+        return max(1024, num_tokens // 8)
+
+
+class CacheConfig(Section):
+    """The tiered KV cache (SPEC K1-K5)."""
+
+    preset: str | None = None
+    page_size: int = Field(default=16, ge=1, le=1024)
+    hot_size: int = Field(default=512, ge=1)
+    warm_size: int | None = Field(default=None, ge=0)
+    sink_tokens: int = Field(default=4, ge=0)
+    recent_tokens: int = Field(default=128, ge=1)
+    observation_window: int = Field(default=8, ge=1)
+    stats_max_history: int = Field(default=64, ge=1)
+    policy: PolicyName = "keep_all"
+    threshold: float | None = Field(default=None, ge=0.0, lt=1.0)
+    threshold_relative: float | None = Field(default=None, ge=0.0)
+    warm: WarmConfig = WarmConfig()
+    cold: Literal["keep", "drop", "int4"] = "keep"
+    sparse: SparseConfig = SparseConfig()
+    prefill_chunk_tokens: int | None = Field(default=1024, ge=1)
+    backend: BackendName = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, values: Any) -> Any:
+        return apply_preset(values) if isinstance(values, dict) else values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CacheConfig:
+        self._check_policy()
+        if self.recent_tokens > self.hot_size:
+            raise ValueError(
+                f"recent_tokens ({self.recent_tokens}) exceeds hot_size ({self.hot_size}); "
+                "recent tokens are always kept in full precision, so raise hot_size"
+            )
+        if self.observation_window > self.stats_max_history:
+            raise ValueError(
+                f"observation_window ({self.observation_window}) exceeds stats_max_history ({self.stats_max_history})"
+            )
+        budget = self.sparse.budget_tokens
+        if self.sparse.enabled and budget is not None and budget < self.smallest_budget_tokens:
+            raise ValueError(
+                f"sparse.budget_tokens ({budget}) is too small for the sinks, {self.recent_tokens} recent tokens and "
+                f"one selected page; give at least {self.smallest_budget_tokens} or lower recent_tokens"
+            )
+        return self
+
+    def _check_policy(self) -> None:
+        if self.threshold is not None and self.threshold_relative is not None:
+            raise ValueError("threshold and threshold_relative are both set; give one of them")
+        has_threshold = self.threshold is not None or self.threshold_relative is not None
+        if self.policy == "threshold" and not has_threshold:
+            raise ValueError("policy 'threshold' needs threshold or threshold_relative")
+        if self.policy != "threshold" and has_threshold:
+            raise ValueError(f"a threshold has no effect under policy '{self.policy}'; set policy: threshold")
+        if self.policy == "budget" and self.warm_size is None:
+            raise ValueError("policy 'budget' needs warm_size, the number of older tokens to keep per head")
+        if self.policy == "recent" and self.cold != "drop":
+            raise ValueError("policy 'recent' forgets what leaves the hot zone; accept that with cold: drop")
+        if self.policy == "keep_all" and self.cold != "keep":
+            raise ValueError(f"policy 'keep_all' never makes a page cold; cold: {self.cold} has no effect")
+
+    @property
+    def num_sink_pages(self) -> int:
+        return -(-self.sink_tokens // self.page_size)
+
+    @property
+    def num_recent_pages(self) -> int:
+        """Pages that hold the last ``recent_tokens`` tokens wherever the page border falls."""
+        return -(-self.recent_tokens // self.page_size) + (1 if self.page_size > 1 else 0)
+
+    @property
+    def num_hot_pages(self) -> int:
+        """Pages that hold the last ``hot_size`` tokens wherever the page border falls."""
+        return -(-self.hot_size // self.page_size) + (1 if self.page_size > 1 else 0)
+
+    @property
+    def smallest_budget_tokens(self) -> int:
+        return (self.num_sink_pages + self.num_recent_pages + 1) * self.page_size
+
+
+class GsmConfig(Section):
+    """Everything GSM can be told. Sections not listed here are not built yet and therefore refused."""
+
+    cache: CacheConfig = CacheConfig()
