@@ -1,0 +1,6 @@
+"""Find and load a model: a directory, a hub id, a .gguf file, or the word "demo"."""
+
+from gsm.models.load import LoadedModel, load_model
+from gsm.models.sources import cache_directory, demo_gguf_path, resolve_source
+
+__all__ = ["LoadedModel", "cache_directory", "demo_gguf_path", "load_model", "resolve_source"]
