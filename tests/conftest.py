@@ -61,6 +61,19 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
     "deepseek_v32": {**_MLA, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 64},
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "sliding_window": 32,
+        "q_lora_rank": 16,
+        "o_lora_rank": 16,
+        "o_groups": 2,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        "index_topk": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "gemma2": {"num_hidden_layers": 4, "sliding_window": 32, "query_pre_attn_scalar": 16},
     "gemma3_text": {"num_hidden_layers": 6, "sliding_window": 32, "query_pre_attn_scalar": 16},
     "gpt_neox": {"head_dim": None, "num_key_value_heads": None},
@@ -99,10 +112,7 @@ def text_ids(demo: LoadedModel) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> TinyModel:
-    """``tiny_model(model_type, seed=0, attn="sdpa", **config overrides)``: a random float32 model in eval mode.
-
-    An override of None removes the common default, so that the family's own applies.
-    """
+    """``tiny_model(model_type, seed=0, attn="sdpa", **config overrides)``: a random float32 model in eval mode."""
     return build_tiny_model
 
 

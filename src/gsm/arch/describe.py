@@ -69,7 +69,9 @@ def _text_config(config: Any) -> Any:
 
     if model_type not in CONFIG_MAPPING:
         nested = raw.get("text_config")
-        return _text_config(nested) if isinstance(nested, Mapping) else SimpleNamespace(**raw)
+        if isinstance(nested, Mapping):
+            return _text_config({"model_type": model_type, **nested})
+        return SimpleNamespace(**raw)
     try:
         return _decoder_part(CONFIG_MAPPING[model_type].from_dict(raw))
     except Exception as error:  # strict dataclass validation and each family's own __post_init__
@@ -212,6 +214,8 @@ def _notes(geometry: Sequence[LayerGeometry]) -> list[str]:
     notes = []
     if sliding:
         notes.append(f"{len(sliding)} of {n} layers keep only their last {sliding[0].window} tokens")
+    if any(layer.state_elements and layer.kind != "linear" for layer in geometry):
+        notes.append("its layers keep a state of fixed size beside keys and values")
     if linear:
         notes.append(f"{linear} of {n} layers keep a state of fixed size instead of keys and values")
     if shared:

@@ -71,7 +71,6 @@ _UNGATED = Family(gated_mlp=False)
 FAMILIES: dict[str, Family] = {
     "bloom": _ALIBI,
     "mpt": _ALIBI,
-    "baichuan": _ALIBI,
     "falcon": _OWN_ATTENTION,
     "gpt_neo": _OWN_ATTENTION,
     "gpt_neox_japanese": _OWN_ATTENTION,
@@ -89,6 +88,9 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": _UNGATED,
     "gptj": _UNGATED,
     "codegen": _UNGATED,
+    "apertus": _UNGATED,
+    "arcee": _UNGATED,
+    "nanochat": _UNGATED,
     "opt": _UNGATED,
     "phi": _UNGATED,
     "starcoder2": _UNGATED,

@@ -54,8 +54,9 @@ def read_deepseek_v41(config: Any, layers: Sequence[Any]) -> tuple[LayerGeometry
     Source: the V4.1-Flash report ("890 bytes per token") and its config defaults.
     """
     n = len(layers)
-    rates = getattr(config, "compress_ratios", None) or _v41_rates(n)
-    owners = getattr(config, "kv_source_layer_ids", None) or ([2, 8, 14, 20] if n == 40 else _v41_owners(rates[:n]))
+    default_rates, default_owners = _v41_defaults(n)
+    rates = getattr(config, "compress_ratios", None) or default_rates
+    owners = getattr(config, "kv_source_layer_ids", None) or default_owners
     head_dim, index_dim = config.head_dim, config.index_head_dim
     entry_bytes = head_dim / 2 + head_dim / 16 + index_dim / 2 + index_dim / 32
     geometry = []
@@ -170,11 +171,11 @@ def _shared_kv_layer(config: Any, kind: Any, **extra: Any) -> LayerGeometry:
     return LayerGeometry(kind, 1, heads, config.head_dim, 0, window=config.sliding_window, **extra)
 
 
-def _v41_rates(num_layers: int) -> list[int]:
+def _v41_defaults(num_layers: int) -> tuple[list[int], list[int]]:
+    """(rate per layer, owners of a compressed cache) as the family's config derives them."""
+    if num_layers == 40:  # as released
+        return [0, 0] + [2] * 18 + [1] * 20, [2, 8, 14, 20]
     windows = min(2, num_layers)
     encoder = (num_layers - windows + 1) // 2
-    return [0] * windows + [2] * encoder + [1] * (num_layers - windows - encoder)
-
-
-def _v41_owners(rates: Sequence[int]) -> list[int]:
-    return [i for i, rate in enumerate(rates) if rate and (i == 0 or rates[i - 1] != rate)]
+    rates = [0] * windows + [2] * encoder + [1] * (num_layers - windows - encoder)
+    return rates, [i for i, rate in enumerate(rates) if rate and (i == 0 or rates[i - 1] != rate)]

@@ -45,6 +45,11 @@ def _mamba2(c: Any) -> int:
     return (inner + 2 * c.n_groups * c.state_size) * c.conv_kernel + inner * c.state_size
 
 
+def _nemotron(c: Any) -> int:
+    inner = c.mamba_num_heads * c.mamba_head_dim
+    return (inner + 2 * c.n_groups * c.ssm_state_size) * c.conv_kernel + inner * c.ssm_state_size
+
+
 def _short_convolution(c: Any) -> int:
     return int(c.hidden_size * c.conv_L_cache)
 
@@ -56,5 +61,6 @@ _STATES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("mamba_d_state", "mamba_expand"), _jamba),
     (("state_size", "conv_kernel", "n_groups"), _mamba2),
     (("state_size", "conv_kernel"), _mamba),
+    (("mamba_num_heads", "ssm_state_size"), _nemotron),
     (("conv_L_cache",), _short_convolution),
 )

@@ -1,6 +1,7 @@
 """Find and load a model: a directory, a hub id, a .gguf file, or the word "demo"."""
 
 from gsm.models.load import LoadedModel, load_model
+from gsm.models.parameters import count_parameters
 from gsm.models.sources import cache_directory, demo_gguf_path, resolve_source
 
-__all__ = ["LoadedModel", "cache_directory", "demo_gguf_path", "load_model", "resolve_source"]
+__all__ = ["LoadedModel", "cache_directory", "count_parameters", "demo_gguf_path", "load_model", "resolve_source"]
