@@ -57,22 +57,23 @@ def _convert_into(path: Path, target: Path) -> None:
 
 
 def _write_checkpoint(path: Path, folder: Path) -> None:
+    with quiet_transformers():
+        model, tokenizer = _read(path)
+        model.config._name_or_path = path.stem
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _read(path: Path) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    parent = str(path.parent)
     file: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     try:
-        with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(parent, **file, **_dequantize(), dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(parent, **file)
-            model.config._name_or_path = path.stem
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(path.parent, **file, **_dequantize(), dtype=torch.float32)
+        return model, AutoTokenizer.from_pretrained(path.parent, **file)
     except ImportError as error:
         raise ModelError(f"reading {path.name} needs more packages: {error}; pip install 'gsm-infer[gguf]'") from None
-    except OSError:
-        raise  # a full or read-only disk: told by convert_gguf
     except Exception as error:  # transformers and gguf raise many kinds for a file they cannot read
         raise ModelError(f"{path} cannot be read as a GGUF model ({_first_line(error)}); is it complete?") from error
 

