@@ -7,20 +7,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from gsm.config.presets import apply_preset
+from gsm.config.section import Section
+from gsm.config.smoothing import SmoothingConfig
 
 CodecName = Literal["none", "int8", "int4"]
 PolicyName = Literal["keep_all", "recent", "threshold", "budget"]
 ScorerName = Literal["mean_sigma", "minmax"]
 BackendName = Literal["auto", "reference", "torch", "numba"]
-
-
-class Section(BaseModel):
-    """A frozen section of the configuration; unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
 
 class WarmConfig(Section):
@@ -141,3 +137,4 @@ class GsmConfig(Section):
     """Everything GSM can be told. Sections not listed here are not built yet and therefore refused."""
 
     cache: CacheConfig = CacheConfig()
+    smoothing: SmoothingConfig = SmoothingConfig()
