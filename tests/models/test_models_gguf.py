@@ -34,12 +34,12 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCAB)
-    tokens = [*bytes_to_unicode().values(), "ab"]
+    tokens = [*bytes_to_unicode().values(), "ab", "abc"]
     tokens += [f"<extra_{i}>" for i in range(VOCAB - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.NORMAL] * VOCAB)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "ab c"])
     writer.add_bos_token_id(VOCAB - 2)
     writer.add_eos_token_id(VOCAB - 1)
     for name, shape in tensor_shapes().items():

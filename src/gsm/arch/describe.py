@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from gsm.arch.families import FAMILIES, HELPS_COMPRESSED, HELPS_STATE, Family
+from gsm.arch.families import FAMILIES, HELPS_COMPRESSED, HELPS_STATE, HELPS_UNSERVED, UNSERVED_TRAITS, Family
 from gsm.arch.geometry import LayerGeometry, ModelArch, Rope, Support
 from gsm.arch.parameters import estimate_parameters
 from gsm.arch.readers import READERS, layer_types
@@ -34,8 +34,9 @@ def describe(config: Any) -> ModelArch:
     except (AttributeError, TypeError, KeyError, ZeroDivisionError) as error:
         raise UnsupportedModel(f"the config of {model_type} lacks what GSM needs to size its cache: {error}") from None
     ropes = _ropes(text)
-    packable_reason = family.packable_reason or _not_packable(text, layers, geometry, ropes, family)
-    support, reason, helps = _support(text, family, geometry)
+    chunked = family.layout == "standard" and "chunked_attention" in layer_types(text, layers)
+    packable_reason = family.packable_reason or _not_packable(geometry, ropes, chunked)
+    support, reason, helps = _support(text, family, geometry, chunked)
     return ModelArch(
         model_type=model_type,
         layers=geometry,
@@ -164,33 +165,44 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _not_packable(
-    text: Any, layers: Sequence[Any], geometry: Sequence[LayerGeometry], ropes: Sequence[Rope | None], family: Family
-) -> str:
+def _not_packable(geometry: Sequence[LayerGeometry], ropes: Sequence[Rope | None], chunked: bool) -> str:
     if any(layer.kind == "linear" or layer.state_elements for layer in geometry):
         return "a recurrent state would run from one sequence into the next"
     if any(layer.kind == "compressed" for layer in geometry):
         return "its own compression groups neighbouring tokens of the row"
     if any(rope is not None and rope.length_dependent for rope in ropes):
         return "its RoPE scaling depends on the length of the row"
-    if family.layout == "standard" and "chunked_attention" in layer_types(text, layers):
-        return "its chunked attention is aligned to the start of the row"
-    return ""
+    return "its chunked attention is aligned to the start of the row" if chunked else ""
 
 
-def _support(text: Any, family: Family, geometry: Sequence[LayerGeometry]) -> tuple[Support, str, tuple[str, ...]]:
+def _support(
+    text: Any, family: Family, geometry: Sequence[LayerGeometry], chunked: bool
+) -> tuple[Support, str, tuple[str, ...]]:
     if family.support != "managed":
-        return family.support, family.reason, HELPS_STATE if family.layout == "state_only" else ()
+        return family.support, family.reason, HELPS_STATE if family.layout == "state_only" else HELPS_UNSERVED
     if getattr(text, "alibi", False):
-        alibi = FAMILIES["bloom"]
-        return alibi.support, alibi.reason, ()
+        return "refused", FAMILIES["bloom"].reason, HELPS_UNSERVED
     growing = [layer for layer in geometry if layer.grows]
     if any(layer.kind == "compressed" for layer in growing):
         return "not_worth_it", _compressed_reason(geometry), HELPS_COMPRESSED
     if not growing and all(layer.window is None for layer in geometry):
         return "not_worth_it", "it has no KV cache that grows with the context", HELPS_STATE
+    unserved = [UNSERVED_TRAITS[trait] for trait in _traits(text, geometry, chunked) if trait in UNSERVED_TRAITS]
+    if unserved:
+        return "refused", "; ".join(unserved), HELPS_UNSERVED
     notes = _notes(geometry)
     return ("partly", "; ".join(notes), ()) if notes else ("managed", "every layer keeps keys and values", ())
+
+
+def _traits(text: Any, geometry: Sequence[LayerGeometry], chunked: bool) -> list[str]:
+    """What is unusual about a cache, as named in `UNSERVED_TRAITS`."""
+    present = {
+        "latent": _has(text, "kv_lora_rank"),
+        "state": any(layer.kind == "linear" or layer.state_elements for layer in geometry),
+        "shared": any(layer.kv_source is not None for layer in geometry),
+        "chunked": chunked,
+    }
+    return [trait for trait, found in present.items() if found]
 
 
 def _compressed_reason(geometry: Sequence[LayerGeometry]) -> str:
@@ -206,20 +218,9 @@ def _compressed_reason(geometry: Sequence[LayerGeometry]) -> str:
 
 
 def _notes(geometry: Sequence[LayerGeometry]) -> list[str]:
-    """What GSM leaves alone, in words."""
+    """In which layers there is less to win, in words."""
     n = len(geometry)
     sliding = [layer for layer in geometry if layer.kind == "sliding"]
-    linear = sum(layer.kind == "linear" for layer in geometry)
-    shared = sum(layer.kv_source is not None for layer in geometry)
-    notes = []
-    if sliding:
-        notes.append(f"{len(sliding)} of {n} layers keep only their last {sliding[0].window} tokens")
-    if any(layer.state_elements and layer.kind != "linear" for layer in geometry):
-        notes.append("its layers keep a state of fixed size beside keys and values")
-    if linear:
-        notes.append(f"{linear} of {n} layers keep a state of fixed size instead of keys and values")
-    if shared:
-        notes.append(f"{shared} of {n} layers read another layer's cache")
-    if any(layer.num_kv_heads == 1 and layer.k_dim != layer.v_dim for layer in geometry):
-        notes.append("latent attention caches one small latent per token, shared by all heads")
-    return notes
+    if not sliding:
+        return []
+    return [f"{len(sliding)} of {n} layers see only their last {sliding[0].window} tokens"]

@@ -37,11 +37,25 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "mlp": "none",
 }
 
+# Traits of a cache that GSM's pages do not serve: such a model is refused rather than run wrongly. A trait leaves this
+# table when `gsm.integrations.transformers` serves it, and then shows as a note of partly managed models.
+UNSERVED_TRAITS: dict[str, str] = {
+    "latent": "it caches one small latent per token, which only the model's own code can expand to keys and values",
+    "state": "some layers keep a recurrent state, which needs the model's own cache",
+    "shared": "some layers read the cache of another layer",
+    "chunked": "its chunked attention forgets at fixed positions, not at a distance",
+}
+
 HELPS_COMPRESSED = (
     "keeping prefixes across requests (prefix reuse), because prefill is the larger cost",
     "a shorter prompt (de-duplication, history compression)",
     "more concurrent requests: its KV is small, so memory allows large batches",
     "planning the reasoning effort: fewer generated tokens beat a faster token",
+)
+HELPS_UNSERVED = (
+    "a shorter prompt (de-duplication, history compression)",
+    "quantised weights",
+    "keeping prefixes across requests in the engine that serves it",
 )
 HELPS_STATE = (
     "a shorter prompt, because the state is computed over all of it",
