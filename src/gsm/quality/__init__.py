@@ -1,0 +1,29 @@
+"""Answer quality of any way to run a model, against its full cache: KL, log-likelihood, best tokens, needles."""
+
+from gsm.quality.assess import MIN_WINDOWS, Assessment, QualityPlan
+from gsm.quality.needles import NeedleOutcome, NeedlePlan, needles
+from gsm.quality.sessions import Arm, GsmArm, PlainArm, Progress, Session, SessionStats, no_progress
+from gsm.quality.teacher_forced import WindowPlan, WindowScore, teacher_forced
+from gsm.quality.texts import TextThirds, encode, load_thirds
+
+__all__ = [
+    "MIN_WINDOWS",
+    "Arm",
+    "Assessment",
+    "GsmArm",
+    "NeedleOutcome",
+    "NeedlePlan",
+    "PlainArm",
+    "Progress",
+    "QualityPlan",
+    "Session",
+    "SessionStats",
+    "TextThirds",
+    "WindowPlan",
+    "WindowScore",
+    "encode",
+    "load_thirds",
+    "needles",
+    "no_progress",
+    "teacher_forced",
+]

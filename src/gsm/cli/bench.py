@@ -1,0 +1,44 @@
+"""`gsm bench`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gsm.cli.common import check_json_path, json_option, model_options, print_bench, progress_bar, quality_options, save
+
+
+@click.command()
+@model_options
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option("--new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs of each arm.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--arms",
+    default="transformers,full,tiers,sparse",
+    show_default=True,
+    help="Comma-separated arms; the path of a config file is an arm too.",
+)
+@click.option("--chunk-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Prefill chunk.")
+@click.option("--quality/--no-quality", default=True, show_default=True, help="Measure quality beside speed.")
+@quality_options
+@click.option("--wait", "wait_s", type=click.FloatRange(min=0), default=60.0, help="Seconds to wait for quiet.")
+@json_option
+def command(arms: str, quality: bool, json_path: str | None, **sizes: Any) -> int:
+    """Speed, memory and quality of several ways to run MODEL, side by side on this machine.
+
+    MODEL is a directory, a hub id, a .gguf file, or the word demo. Ctrl-C keeps what is complete.
+    """
+    from gsm.measure.bench import BenchSpec, bench
+
+    check_json_path(json_path)
+    if not quality:
+        sizes.update(num_windows=0, needles_per_depth=0)
+    names = tuple(name.strip() for name in arms.split(",") if name.strip())
+    with progress_bar() as progress:
+        result = bench(BenchSpec(arms=names, **sizes), progress)
+    print_bench(result)
+    save(json_path, result)
+    return 130 if result.interrupted else 0

@@ -1,0 +1,77 @@
+"""`gsm eval`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gsm.cli.common import (
+    check_json_path,
+    format_kl,
+    format_needles,
+    format_number,
+    format_share,
+    json_option,
+    model_options,
+    print_table,
+    progress_bar,
+    quality_options,
+    save,
+)
+
+if TYPE_CHECKING:
+    from gsm.results import EvalResult
+
+
+@click.command()
+@model_options
+@click.option("--config", required=True, metavar="FILE", help="Config file, or the name of an arm such as sparse.")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option(
+    "--tolerance-kl",
+    type=click.FloatRange(min=0),
+    default=0.01,
+    show_default=True,
+    help="Highest KL to the full cache, nats per token; judged on the upper end of its 95 % interval.",
+)
+@click.option(
+    "--tolerance-needles",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    help="Needles per case that the full cache finds and the config may lose.",
+)
+@click.option("--chunk-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Prefill chunk.")
+@quality_options
+@json_option
+def command(tolerance_kl: float, tolerance_needles: int, json_path: str | None, **settings: Any) -> int:
+    """Quality of a config against MODEL's full cache; exit code 1 when it misses the tolerance."""
+    from gsm.measure.evaluate import EvalSpec, evaluate
+    from gsm.results import Tolerance
+
+    check_json_path(json_path)
+    tolerance = Tolerance(kl=tolerance_kl, needles_lost=tolerance_needles)
+    with progress_bar() as progress:
+        result = evaluate(EvalSpec(tolerance=tolerance, **settings), progress)
+    print_eval(result, settings["config"])
+    save(json_path, result)
+    return 0 if result.passed else 1
+
+
+def print_eval(result: EvalResult, name: str) -> None:
+    """The quality table and the verdict."""
+    quality = result.quality
+    header = ("config", "NLL change", "KL", "top-1 %", "needles (in / late)", "windows")
+    row = (
+        name,
+        format_number(quality.nll_delta, 3),
+        format_kl(quality),
+        format_share(quality.top1_agreement),
+        format_needles(quality),
+        str(quality.n_windows),
+    )
+    print_table(f"{result.environment.model} after {result.workload.prompt_tokens} tokens", header, [row])
+    for note in quality.notes:
+        click.echo(f"note: {note}.")
+    click.echo("passed" if result.passed else "missed: " + "; ".join(result.failures))
