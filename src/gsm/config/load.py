@@ -77,7 +77,9 @@ def _explain(problem: dict[str, Any]) -> str:
         return f"unknown setting '{name}'; {hint}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "literal_error":
-        near = difflib.get_close_matches(str(problem["input"]), problem["ctx"]["expected"].replace("'", "").split(), n=1)
+        near = difflib.get_close_matches(
+            str(problem["input"]), problem["ctx"]["expected"].replace("'", "").split(), n=1
+        )
         return f"{name} is {problem['input']!r}; {message[0].lower() + message[1:]}" + (
             f"; did you mean '{near[0].rstrip(',')}'?" if near else ""
         )

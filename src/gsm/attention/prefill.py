@@ -1,0 +1,88 @@
+"""Attention of many new tokens of one sequence over its stored history and themselves."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gsm.attention.select import all_pages, visible_tokens
+from gsm.attention.torch_ops import masked_softmax
+from gsm.core.view import AttentionSpec, KVView
+
+
+def prefill_attention(query: Tensor, k: Tensor, v: Tensor, history: KVView | None, spec: AttentionSpec) -> Tensor:
+    """Causal attention of the new tokens.
+
+    `query [num_query_heads, T, k_dim]`, `k [H, T, k_dim]`, `v [H, T, v_dim]`; `history` shows the sequence before
+    these tokens, or is None. Returns `[num_query_heads, T, v_dim]`.
+    """
+    num_past = 0
+    mask: Tensor | None = None
+    if history is not None and history.max_pages > 0:
+        pages, ids = all_pages(history)
+        past_k, past_v = (x[0] for x in history.read(ids))
+        seen = visible_tokens(pages, history, None)[0]  # [H, S]
+        position = _positions(pages, history.page_size)[0]
+        past_v.masked_fill_(~seen.unsqueeze(-1), 0.0)
+        past_k.masked_fill_(~seen.unsqueeze(-1), 0.0)
+        num_past = int(history.seq_lens[0])
+        mask = _history_mask(seen, position, num_past, query.shape[1], spec.window)
+        k, v = torch.cat((past_k, k), dim=1), torch.cat((past_v, v), dim=1)
+    elif spec.window is not None and query.shape[1] > spec.window:
+        mask = _new_mask(query.shape[1], spec.window, query.device).unsqueeze(0)
+    if spec.softcap is None and spec.sink_logits is None:
+        return _fused(query, k, v, mask, spec.scale)
+    return _explicit(query, k, v, mask, spec)
+
+
+def _positions(pages: Tensor, page_size: int) -> Tensor:
+    return (pages.unsqueeze(-1) * page_size + torch.arange(page_size, device=pages.device)).flatten(-2)
+
+
+def _new_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """bool `[T, T]`: new query i sees new key j."""
+    i = torch.arange(length, device=device)
+    distance = i.unsqueeze(1) - i
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def _history_mask(seen: Tensor, position: Tensor, num_past: int, length: int, window: int | None) -> Tensor:
+    """bool `[H or 1, T, S + T]`."""
+    if bool((seen == seen[:1]).all()):
+        seen, position = seen[:1], position[:1]
+    past = seen.unsqueeze(1).expand(-1, length, -1)
+    if window is not None:
+        query_position = num_past + torch.arange(length, device=seen.device)
+        past = past & (query_position.view(1, -1, 1) - position.unsqueeze(1) < window)
+    new = _new_mask(length, window, seen.device).expand(past.shape[0], -1, -1)
+    return torch.cat((past, new), dim=-1)
+
+
+def _fused(query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    group_size = query.shape[0] // k.shape[0]
+    if mask is not None and mask.shape[0] > 1:
+        mask = mask.repeat_interleave(group_size, dim=0)
+    out = F.scaled_dot_product_attention(
+        query.unsqueeze(0),
+        k.repeat_interleave(group_size, dim=0).unsqueeze(0),
+        v.repeat_interleave(group_size, dim=0).unsqueeze(0),
+        attn_mask=mask.unsqueeze(0) if mask is not None else None,
+        is_causal=mask is None and query.shape[1] > 1,
+        scale=scale,
+    )
+    return out.squeeze(0)
+
+
+def _explicit(query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """For soft-caps and sink logits, which torch's fused kernel does not know."""
+    length = query.shape[1]
+    grouped = query.unflatten(0, (k.shape[0], -1))  # [H, G, T, d]
+    logits = (grouped @ k.unsqueeze(1).transpose(-1, -2)).float() * spec.scale
+    if spec.softcap is not None:
+        logits = torch.tanh(logits / spec.softcap) * spec.softcap
+    allowed = _new_mask(length, None, query.device).unsqueeze(0) if mask is None else mask
+    logits = logits.masked_fill(~allowed.unsqueeze(1), -torch.inf)
+    sinks = spec.sink_logits.repeat_interleave(length) if spec.sink_logits is not None else None
+    weights = masked_softmax(logits.flatten(1, 2).unsqueeze(0), sinks)[0].view_as(logits)
+    return (weights.to(v.dtype) @ v.unsqueeze(1)).flatten(0, 1)

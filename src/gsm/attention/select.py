@@ -1,0 +1,48 @@
+"""Choosing the pages of a decode step: sinks, recent tokens, and the best older pages of each kv head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gsm.core.view import KVView, Selection
+
+
+def select_pages(query: Tensor, view: KVView, selection: Selection) -> tuple[Tensor, Tensor]:
+    """Logical pages and page ids, int64 `[B, H, S]` each; -1 pads sequences with fewer pages.
+
+    `query [B, H, G, k_dim]`. Sinks and pages that hold the last `recent_tokens` tokens always come first.
+    """
+    ids = view.page_ids()
+    scores = view.scorer.score(query, *view.summaries(ids))
+    page = torch.arange(view.max_pages, device=ids.device)
+    first_recent = (view.seq_lens - selection.recent_tokens).clamp_min(0) // view.page_size
+    always = (page < selection.num_sink_pages) | (page >= first_recent.unsqueeze(-1))
+    scores = scores.masked_fill(always.unsqueeze(1), torch.inf).masked_fill(ids < 0, -torch.inf)
+    width = min(max(selection.budget_pages), view.max_pages)
+    best, pages = scores.topk(width, dim=-1)
+    budget = torch.tensor(selection.budget_pages, device=ids.device).view(-1, 1, 1)
+    rank = torch.arange(width, device=ids.device)
+    unused = (best == -torch.inf) | (rank >= budget)
+    pages = pages.masked_fill(unused, -1)
+    return pages, ids.gather(-1, pages.clamp_min(0)).masked_fill(unused, -1)
+
+
+def all_pages(view: KVView) -> tuple[Tensor, Tensor]:
+    """Every page that is still there, in the form `select_pages` returns."""
+    ids = view.page_ids()
+    page = torch.arange(view.max_pages, device=ids.device).expand_as(ids)
+    if view.has_holes:  # put what is left in front, so that a sequence that dropped much does not read air
+        order = (ids < 0).to(torch.int8).argsort(dim=-1, stable=True)
+        width = int((ids >= 0).sum(-1).max())
+        page, ids = page.gather(-1, order)[..., :width], ids.gather(-1, order)[..., :width]
+    return page.masked_fill(ids < 0, -1), ids
+
+
+def visible_tokens(pages: Tensor, view: KVView, window: int | None) -> Tensor:
+    """bool `[B, H, S * page_size]`: which token slots of logical pages `[B, H, S]` the newest query may see."""
+    offset = torch.arange(view.page_size, device=pages.device)
+    position = (pages.unsqueeze(-1) * view.page_size + offset).flatten(-2)
+    length = view.seq_lens.view(-1, 1, 1)
+    visible = (position < length) & (pages >= 0).repeat_interleave(view.page_size, dim=-1)
+    return visible & (position >= length - window) if window is not None else visible

@@ -1,0 +1,91 @@
+"""What the KV store shows to attention: one layer of some sequences, as page tables over pools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gsm.core.codec import Codec, Fields
+from gsm.core.scorers import Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What a layer asks of attention, besides q, k and v."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None  # a query at position p sees keys p - window + 1 .. p
+    sink_logits: Tensor | None = None  # [num_query_heads]: one extra logit per head that takes mass, carries no value
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which pages a sparse decode step reads: sinks, recent tokens, and the best older pages up to a budget."""
+
+    num_sink_pages: int
+    recent_tokens: int
+    budget_pages: tuple[int, ...]  # per sequence of the batch, counting all three kinds
+
+
+@dataclass(frozen=True, slots=True)
+class KVView:
+    """One layer of a batch of sequences. Nothing is copied: tables point into pools.
+
+    A page id indexes `records` (one row per page of one kv head). `records["hot"]` and `records["warm"]` say where
+    the page's tokens lie: row of the full-precision pool, row of the coded pool, or -1. Full precision wins.
+    Positions are logical: token t of a sequence lies in logical page t // page_size, whatever was dropped.
+    """
+
+    table: Tensor  # int32 [num_slots, H, page_capacity]: logical page -> page id, -1 = dropped or not there
+    slots: Tensor  # int64 [B]: rows of `table`
+    seq_lens: Tensor  # int64 [B]: tokens per sequence, those of the current step included
+    max_pages: int  # logical pages of the longest sequence
+    page_size: int
+    has_holes: bool  # some page was dropped
+    records: Fields
+    hot: Fields  # "k" [num_hot, page_size, k_dim], "v" [num_hot, page_size, v_dim]
+    warm: Fields | None
+    codec: Codec
+    scorer: Scorer
+
+    def page_ids(self) -> Tensor:
+        """Page ids int64 `[B, H, max_pages]`; -1 where there is no page."""
+        ids = self.table[self.slots, :, : self.max_pages].long()
+        page = torch.arange(self.max_pages, device=ids.device)
+        beyond = page >= -(-self.seq_lens // self.page_size).unsqueeze(-1)
+        return ids.masked_fill(beyond.unsqueeze(1), -1)
+
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of pages `ids [..., S]` as `k [..., S * page_size, k_dim]`, `v [...]`; zeros where the id is -1."""
+        flat = ids.reshape(-1)
+        if self.warm is None:
+            rows = self.records["hot"][flat.clamp_min(0)].long()
+            k, v = self.hot["k"][rows], self.hot["v"][rows]
+        else:
+            k, v = self._read_mixed(flat)
+        if self.has_holes or len(self.slots) > 1:  # otherwise every id is a page
+            absent = (flat < 0).view(-1, 1, 1)
+            k.masked_fill_(absent, 0.0)
+            v.masked_fill_(absent, 0.0)
+        shape = (*ids.shape[:-1], ids.shape[-1] * self.page_size, -1)
+        return k.reshape(shape), v.reshape(shape)
+
+    def _read_mixed(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.warm is not None
+        present = flat.clamp_min(0)
+        hot_rows = self.records["hot"][present].long()
+        k, v = self.hot["k"][hot_rows.clamp_min(0)], self.hot["v"][hot_rows.clamp_min(0)]
+        coded = (hot_rows < 0).nonzero().squeeze(-1)
+        warm_rows = self.records["warm"][present[coded]].long()
+        k[coded], v[coded] = self.codec.decode({name: field[warm_rows] for name, field in self.warm.items()}, k.dtype)
+        return k, v
+
+    def summaries(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 `center [..., k_dim]`, `spread [..., k_dim]` of pages `ids [...]` (any value where the id is -1)."""
+        present = ids.clamp_min(0)
+        center = self.records["center"][present].float() * self.records["center_scale"][present].float().unsqueeze(-1)
+        spread = self.records["spread"][present].float() * self.records["spread_scale"][present].float().unsqueeze(-1)
+        return center, spread

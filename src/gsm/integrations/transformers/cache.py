@@ -1,0 +1,166 @@
+"""A transformers cache whose bytes live in a `KVManager`."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache as TransformersCache
+from transformers import PretrainedConfig, PreTrainedModel
+
+from gsm.config import ConfigLike, load_config
+from gsm.core.batch import Span
+from gsm.errors import AttachError, KVError
+from gsm.integrations.transformers.step import AttentionStep
+from gsm.kv.manager import KVManager
+from gsm.kv.report import KVStats
+
+
+class Cache(TransformersCache):
+    """Pass it as `past_key_values=` (or `cache=`) to a model inside `gsm.attach`.
+
+    Left- or right-padding is not stored: every row is a sequence of its real tokens, while `get_seq_length()` counts
+    columns, as transformers expects. Raises AttachError when the model is not attached.
+    """
+
+    # transformers asks these of every cache
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, model: PreTrainedModel | PretrainedConfig, config: ConfigLike = None) -> None:
+        super().__init__(layers=[])
+        model_config = model.config if isinstance(model, PreTrainedModel) else model
+        self.gsm_config = load_config(config)
+        num_layers = model_config.get_text_config(decoder=True).num_hidden_layers
+        self._adopt(KVManager(num_layers, self.gsm_config.cache), [], 0)
+
+    def _adopt(self, manager: KVManager, slots: list[int], num_columns: int) -> None:
+        self.manager = manager
+        self.slots = slots
+        self.num_columns = num_columns
+        self.step: AttentionStep | None = None
+        self._finalizer = weakref.finalize(self, _free_slots, manager, slots)
+
+    def fork(self) -> Cache:
+        """A second cache with the same content; pages are shared until one of the two writes."""
+        twin: Cache = type(self).__new__(type(self))
+        TransformersCache.__init__(twin, layers=[])
+        twin.gsm_config = self.gsm_config
+        twin._adopt(self.manager, [self.manager.fork(slot) for slot in self.slots], self.num_columns)
+        return twin
+
+    def free(self) -> None:
+        """Give all pages back now instead of when the cache is collected. The cache is empty afterwards."""
+        _free_slots(self.manager, self.slots)
+        self.num_columns = 0
+
+    def stats(self) -> KVStats:
+        """Bytes and pages by tier. Forks share a manager: its numbers cover them all."""
+        return self.manager.stats()
+
+    # -- one forward pass, driven by the hooks of `attach` -----------------------------------------------------
+
+    def begin(self, rows: int, columns: int, mask: Tensor | None) -> AttentionStep:
+        """Open a step for input `[rows, columns]`; `mask` is transformers' 2-D padding mask or None."""
+        if self.slots and len(self.slots) != rows:
+            raise AttachError(
+                f"the cache holds {len(self.slots)} sequences but the input has {rows} rows; start a new one"
+            )
+        while len(self.slots) < rows:
+            self.slots.append(self.manager.add_sequence())
+        spans = [_span(slot, row, columns, mask) for row, slot in enumerate(self.slots)]
+        self.step = AttentionStep(self.manager.begin([s for s in spans if s.num_tokens]), self.gsm_config.cache)
+        return self.step
+
+    def end(self, columns: int) -> None:
+        """The forward pass succeeded."""
+        if self.step is not None:
+            self.step.kv.commit()
+            self.step = None
+            self.num_columns += columns
+
+    def cancel(self) -> None:
+        """The forward pass failed: nothing of it stays."""
+        if self.step is not None:
+            self.step.kv.abort()
+            self.step = None
+
+    # -- what transformers calls -------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.step is None:
+            raise AttachError("gsm.Cache was given to a model that is not attached; use `with gsm.attach(model):`")
+        self.step.kv.write(layer_idx, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.num_columns
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        length = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.num_columns + length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return -1
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False]
+
+    def crop(self, max_length: int) -> None:
+        """Remove `-max_length` columns from the end, or (older meaning) keep the first `max_length`."""
+        remove = -max_length if max_length <= 0 else max(0, self.num_columns - max_length)
+        for slot in self.slots:
+            self.manager.crop(slot, max(0, self.manager.num_tokens(slot) - remove))
+        self.num_columns = max(0, self.num_columns - remove)
+
+    def reset(self) -> None:
+        self.free()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Row i becomes what row `indices[i]` was (beam search)."""
+        wanted = [self.slots[i] for i in indices.tolist()]
+        new = [self.manager.fork(slot) for slot in wanted]
+        _free_slots(self.manager, self.slots)
+        self.slots.extend(new)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(len(self.slots)).repeat_interleave(repeats))
+
+    def __len__(self) -> int:
+        return self.manager.num_layers
+
+    def __repr__(self) -> str:
+        return f"gsm.Cache({len(self.slots)} sequences, {self.num_columns} columns)"
+
+
+def _free_slots(manager: KVManager, slots: list[int]) -> None:
+    """Shared by `free` and the finalizer; `slots` is emptied in place so that nothing is freed twice."""
+    while slots:
+        manager.free(slots.pop())
+
+
+def _span(slot: int, row: int, columns: int, mask: Tensor | None) -> Span:
+    if mask is None:
+        return Span(slot, row, 0, columns)
+    real = mask[row, -columns:].nonzero().flatten()
+    if len(real) == 0:
+        return Span(slot, row, 0, 0)
+    start, num_tokens = int(real[0]), len(real)
+    if int(real[-1]) - start + 1 != num_tokens:
+        raise KVError(f"row {row} of the attention mask has a hole between real tokens; pad on one side only")
+    return Span(slot, row, start, num_tokens)

@@ -1,0 +1,264 @@
+"""The pages of all layers that share one geometry, device and dtype.
+
+A *stream* is one (sequence slot, layer row, kv head). The table gives each stream's logical pages a page id; streams of
+one sequence start with pages at the same places and may lose pages one by one. A page id owns
+
+* one row of `records`: where its tokens lie, its key summary, how many sequences still want it in full precision;
+* a unit of the `hot` pool (full precision) until every sequence that holds it has demoted it;
+* a unit of the `warm` pool (codes) from then on. Codes are written once.
+
+Everything here works on all layers and heads at once; nothing loops over layer x head x page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gsm.core.codec import CODECS, FieldSpec, quantise_symmetric
+from gsm.core.scorers import Scorer
+from gsm.core.view import KVView
+from gsm.kv.pool import UnitPool
+
+_BLOCK = 1024  # pages worked on at once when many complete or demote together: bounds temporary memory
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What must agree for layers to share pools."""
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class StreamGroup:
+    """Pools and page table of the layers of one geometry."""
+
+    def __init__(self, geometry: Geometry, page_size: int, codec: str, scorer: Scorer, num_layers: int) -> None:
+        self.geometry = geometry
+        self.page_size = page_size
+        self.codec = CODECS[codec]
+        self.scorer = scorer
+        self.rows: dict[int, int] = {}  # layer index -> row of the table
+        self.has_holes = False
+        g = geometry
+        plain = CODECS["none"].fields(page_size, g.k_dim, g.v_dim, g.dtype)
+        self.pages = UnitPool(_record_spec(g.k_dim), g.device, capacity=0)
+        self.hot = UnitPool(plain, g.device, capacity=0)
+        coded = self.codec.fields(page_size, g.k_dim, g.v_dim, g.dtype)
+        self.warm = UnitPool(coded, g.device, capacity=0) if codec != "none" else None
+        self.table = torch.full((0, num_layers, g.num_kv_heads, 0), -1, dtype=torch.int32, device=g.device)
+
+    # -- tables ------------------------------------------------------------------------------------------------
+
+    def add_layer(self, layer: int) -> int:
+        return self.rows.setdefault(layer, len(self.rows))
+
+    @property
+    def streams_per_slot(self) -> int:
+        return len(self.rows) * self.geometry.num_kv_heads
+
+    def fit_table(self, num_slots: int, num_pages: int) -> None:
+        """Make room for `num_slots` slots of `num_pages` logical pages."""
+        slots, layers, heads, pages = self.table.shape
+        if num_slots <= slots and num_pages <= pages:
+            return
+        new_pages = pages if num_pages <= pages else max(num_pages + 8, pages + pages // 2)
+        grown = self.table.new_full((max(num_slots, slots), layers, heads, new_pages), -1)
+        grown[:slots, :, :, :pages] = self.table
+        self.table = grown
+
+    def ids(self, slot: int, first: int, last: int) -> Tensor:
+        """Page ids int64 of pages [first, last) of every stream of a slot that are still there, flat."""
+        ids = self.table[slot, : len(self.rows), :, first:last].reshape(-1)
+        return (ids[ids >= 0] if self.has_holes else ids).long()
+
+    # -- life of a page ----------------------------------------------------------------------------------------
+
+    def open_pages(self, slot: int, first: int, last: int, rows: slice | None = None) -> None:
+        """Give pages [first, last) of a slot (of `rows`, default all) empty full-precision pages."""
+        rows = rows or slice(0, len(self.rows))
+        target = self.table[slot, rows, :, first:last]
+        ids = self.pages.allocate(target.numel())
+        self._make_hot(ids)
+        self.pages.fields["warm"][ids] = -1
+        self.pages.fields["hot_refs"][ids] = 1
+        self.table[slot, rows, :, first:last] = ids.int().view(target.shape)
+
+    def complete(self, slot: int, first: int, last: int) -> None:
+        """Summarise the keys of full pages [first, last) of a slot."""
+        records = self.pages.fields
+        for ids in _blocks(self.ids(slot, first, last)):
+            center, spread = self.scorer.summarise(self.hot.fields["k"][records["hot"][ids].long()])
+            records["center"][ids], records["center_scale"][ids] = quantise_symmetric(center)
+            records["spread"][ids], records["spread_scale"][ids] = quantise_symmetric(spread)
+
+    def demote(self, slot: int, first: int, last: int) -> int:
+        """A slot no longer needs pages [first, last) in full precision; returns how many pages really went down."""
+        if self.warm is None:
+            return 0
+        records = self.pages.fields
+        num_demoted = 0
+        for ids in _blocks(self.ids(slot, first, last)):
+            num_demoted += self._leave_hot(ids[records["hot"][ids] >= 0])
+        return num_demoted
+
+    def _leave_hot(self, ids: Tensor) -> int:
+        records = self.pages.fields
+        records["hot_refs"][ids] -= 1
+        going = ids[records["hot_refs"][ids] <= 0]
+        if len(going) == 0:
+            return 0
+        assert self.warm is not None
+        hot_units = records["hot"][going].long()
+        uncoded = records["warm"][going] < 0
+        if bool(uncoded.any()):
+            to_code, source = going[uncoded], hot_units[uncoded]
+            fields = self.codec.encode(self.hot.fields["k"][source], self.hot.fields["v"][source])
+            units = self.warm.allocate(len(to_code))
+            for name, values in fields.items():
+                self.warm.fields[name][units] = values
+            records["warm"][to_code] = units.int()
+        self.hot.release(hot_units)
+        records["hot"][going] = -1
+        return len(going)
+
+    def release(self, slot: int, first: int, last: int, demoted: range) -> None:
+        """Remove a slot from the owners of its pages [first, last); `demoted` are those it has demoted already."""
+        self._release(self.ids(slot, first, min(last, max(first, demoted.start))), wants_hot=True)
+        self._release(self.ids(slot, max(first, demoted.start), min(last, demoted.stop)), wants_hot=False)
+        self._release(self.ids(slot, max(first, demoted.stop), last), wants_hot=True)
+        self.table[slot, :, :, first:last] = -1
+
+    def _release(self, ids: Tensor, wants_hot: bool) -> None:
+        if len(ids) == 0:
+            return
+        records = self.pages.fields
+        freed = self.pages.release(ids)
+        hot, warm = records["hot"][freed], records["warm"][freed]
+        self.hot.release(hot[hot >= 0].long())
+        if self.warm is not None:
+            self.warm.release(warm[warm >= 0].long())
+            if wants_hot:
+                survivors = ids[self.pages.refs[ids] > 0]
+                self._leave_hot(survivors[records["hot"][survivors] >= 0])
+
+    def drop(self, slot: int, stream_mask: Tensor, demoted: range) -> int:
+        """Forget pages: `stream_mask [rows, H, pages]` is true where a page of a stream goes. Returns their number."""
+        pages = stream_mask.shape[-1]
+        held = self.table[slot, : len(self.rows), :, :pages]
+        gone = stream_mask & (held >= 0)
+        page = torch.arange(pages, device=held.device)
+        was_demoted = (page >= demoted.start) & (page < demoted.stop)
+        for wants_hot, subset in ((False, gone & was_demoted), (True, gone & ~was_demoted)):
+            self._release(held[subset].long(), wants_hot)
+        held[gone] = -1
+        num_dropped = int(gone.sum())
+        self.has_holes |= num_dropped > 0
+        return num_dropped
+
+    # -- sharing -----------------------------------------------------------------------------------------------
+
+    def share(self, source: int, target: int, num_pages: int, demoted: range) -> None:
+        """Let slot `target` own the pages of slot `source` too."""
+        self.table[target] = self.table[source]
+        self.pages.retain(self.ids(source, 0, num_pages))
+        for first, last in ((0, demoted.start), (demoted.stop, num_pages)):
+            wanted = self.ids(source, min(first, num_pages), min(last, num_pages))
+            self.pages.fields["hot_refs"][wanted] += 1
+
+    def own(self, slot: int, page: int) -> None:
+        """Make the pages at `page` the slot's own, writable in full precision (copy on write, or reopened)."""
+        held = self.table[slot, : len(self.rows), :, page]
+        present = held >= 0
+        ids = held[present].long()
+        shared = ids[self.pages.refs[ids] > 1]
+        if len(shared):
+            copies = self._copy(shared)
+            replaced = ids.clone()
+            replaced[self.pages.refs[ids] > 1] = copies
+            self._release(shared, wants_hot=True)
+            held[present] = replaced.int()
+            ids = replaced
+        cold = ids[self.pages.fields["hot"][ids] < 0]
+        if len(cold):
+            self._reopen(cold)
+
+    def _copy(self, ids: Tensor) -> Tensor:
+        copies = self.pages.allocate(len(ids))
+        records = self.pages.fields
+        k, v = self._tokens(ids)
+        for field in records.values():
+            field[copies] = field[ids]
+        self._make_hot(copies)
+        units = records["hot"][copies].long()
+        self.hot.fields["k"][units], self.hot.fields["v"][units] = k, v
+        records["warm"][copies] = -1
+        records["hot_refs"][copies] = 1
+        return copies
+
+    def _reopen(self, ids: Tensor) -> None:
+        assert self.warm is not None
+        records = self.pages.fields
+        k, v = self._tokens(ids)
+        self._make_hot(ids)
+        units = records["hot"][ids].long()
+        self.hot.fields["k"][units], self.hot.fields["v"][units] = k, v
+        self.warm.release(records["warm"][ids].long())
+        records["warm"][ids] = -1
+        records["hot_refs"][ids] = 1
+
+    def _tokens(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Full-precision tokens `[N, page_size, dim]` of pages, decoded where only codes are left."""
+        view = self.view_of(self.table[:0, 0], torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long), 0)
+        k, v = view.read(ids.unsqueeze(-1))
+        return k, v
+
+    def _make_hot(self, ids: Tensor) -> None:
+        """Attach a full-precision unit to each page. V is zeroed: 0 * NaN from an unused slot would poison outputs."""
+        units = self.hot.allocate(len(ids))
+        self.hot.fields["k"][units] = 0
+        self.hot.fields["v"][units] = 0
+        self.pages.fields["hot"][ids] = units.int()
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def layer_view(self, layer: int, slots: Tensor, seq_lens: Tensor, max_pages: int) -> KVView:
+        return self.view_of(self.table[:, self.rows[layer]], slots, seq_lens, max_pages)
+
+    def view_of(self, table: Tensor, slots: Tensor, seq_lens: Tensor, max_pages: int) -> KVView:
+        return KVView(
+            table=table,
+            slots=slots,
+            seq_lens=seq_lens,
+            max_pages=max_pages,
+            page_size=self.page_size,
+            has_holes=self.has_holes,
+            records=self.pages.fields,
+            hot=self.hot.fields,
+            warm=self.warm.fields if self.warm is not None else None,
+            codec=self.codec,
+            scorer=self.scorer,
+        )
+
+
+def _record_spec(k_dim: int) -> FieldSpec:
+    return {
+        "hot": ((), torch.int32),
+        "warm": ((), torch.int32),
+        "hot_refs": ((), torch.int16),
+        "center": ((k_dim,), torch.int8),
+        "spread": ((k_dim,), torch.int8),
+        "center_scale": ((), torch.float16),
+        "spread_scale": ((), torch.float16),
+    }
+
+
+def _blocks(ids: Tensor) -> Iterator[Tensor]:
+    return iter(ids.split(_BLOCK)) if len(ids) else iter(())

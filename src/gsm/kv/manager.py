@@ -1,0 +1,218 @@
+"""Every KV byte: sequences, their pages and tiers.
+
+A forward pass is a `KVStep`: `begin` opens the pages the new tokens need, every layer calls `write`, attention reads
+through `view`, and `commit` summarises completed pages, demotes what left the hot zone and applies the policy. `abort`
+takes a step back, so that an exception in the middle of a model leaves the store as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gsm.config import CacheConfig
+from gsm.core.batch import Span
+from gsm.core.scorers import make_scorer
+from gsm.errors import KVError
+from gsm.kv.group import Geometry, StreamGroup
+from gsm.kv.policies import PageFacts, make_policy
+from gsm.kv.report import KVStats, collect
+from gsm.kv.step import KVStep
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """Host-side counters of one sequence."""
+
+    num_tokens: int = 0
+    num_complete: int = 0  # full pages whose keys are summarised
+    demoted: range = range(0)  # pages this sequence no longer needs in full precision
+
+
+class KVManager:
+    """Page tables and pools of one model. Not thread-safe: one manager serves one forward pass at a time."""
+
+    def __init__(self, num_layers: int, config: CacheConfig, max_pages: int | None = None) -> None:
+        self.config = config
+        self.num_layers = num_layers
+        self.max_pages = max_pages
+        self.policy = make_policy(config)
+        self.scorer = make_scorer(config.sparse.scorer, config.sparse.sigma)
+        self.groups: list[StreamGroup] = []
+        self.sequences: dict[int, SequenceState] = {}
+        self.counters = {"demoted": 0, "dropped": 0}
+        self.attended_tokens = 0.0  # summed over decode steps, sequences and layers, averaged over heads
+        self.attended_samples = 0
+        self._group_of: dict[int, StreamGroup] = {}
+
+    # -- sequences ---------------------------------------------------------------------------------------------
+
+    def add_sequence(self) -> int:
+        """A new empty sequence; returns its slot."""
+        slot = next(i for i in range(len(self.sequences) + 1) if i not in self.sequences)
+        sinks = self.config.num_sink_pages
+        self.sequences[slot] = SequenceState(demoted=range(sinks, sinks))
+        return slot
+
+    def fork(self, slot: int) -> int:
+        """A second sequence with the same tokens; pages are shared until one of them writes."""
+        source = self._sequence(slot)
+        target = self.add_sequence()
+        self.sequences[target] = SequenceState(source.num_tokens, source.num_complete, source.demoted)
+        for group in self.groups:
+            group.fit_table(target + 1, self._num_pages(source.num_tokens))
+            group.share(slot, target, self._num_pages(source.num_tokens), source.demoted)
+        return target
+
+    def free(self, slot: int) -> None:
+        """Forget a sequence and give its pages back."""
+        state = self._sequence(slot)
+        for group in self.groups:
+            group.release(slot, 0, self._num_pages(state.num_tokens), state.demoted)
+        del self.sequences[slot]
+
+    def crop(self, slot: int, num_tokens: int) -> None:
+        """Shorten a sequence to its first `num_tokens` tokens. What was dropped below stays dropped."""
+        state = self._sequence(slot)
+        if not 0 <= num_tokens <= state.num_tokens:
+            raise KVError(
+                f"cannot crop to {num_tokens} tokens: the sequence has {state.num_tokens}; crop only shortens"
+            )
+        old_pages, new_pages = self._num_pages(state.num_tokens), self._num_pages(num_tokens)
+        full_pages = num_tokens // self.config.page_size
+        for group in self.groups:
+            group.release(slot, new_pages, old_pages, state.demoted)
+            if full_pages < min(new_pages, state.num_complete):
+                group.own(slot, full_pages)
+        start = state.demoted.start
+        state.demoted = range(start, max(start, min(state.demoted.stop, full_pages)))
+        state.num_complete = min(state.num_complete, full_pages)
+        state.num_tokens = num_tokens
+
+    def num_tokens(self, slot: int) -> int:
+        return self._sequence(slot).num_tokens
+
+    # -- one forward pass --------------------------------------------------------------------------------------
+
+    def begin(self, spans: Seq[Span]) -> KVStep:
+        """Open the pages that `spans` need. Raises OutOfPages, in which case nothing changed."""
+        opened: list[tuple[Span, int]] = []
+        try:
+            for span in spans:
+                opened.append((span, self._num_pages(self._sequence(span.slot).num_tokens)))
+                self._open(span, self.groups)
+        except BaseException:
+            self._close(opened)
+            raise
+        return KVStep(self, tuple(spans))
+
+    def group_for(self, layer: int, k: Tensor, v: Tensor, spans: Seq[Span]) -> StreamGroup:
+        """The group of a layer, decided by the first K and V it writes; pages are opened for it then."""
+        group = self._group_of.get(layer)
+        if group is not None:
+            return group
+        geometry = Geometry(k.shape[1], k.shape[-1], v.shape[-1], k.dtype, k.device)
+        group = next((g for g in self.groups if g.geometry == geometry), None)
+        if group is None:
+            c = self.config
+            group = StreamGroup(geometry, c.page_size, c.warm.codec, self.scorer, self.num_layers)
+            self.groups.append(group)
+        row = group.add_layer(layer)
+        self._group_of[layer] = group
+        for span in spans:
+            state = self._sequence(span.slot)
+            num_pages = self._num_pages(state.num_tokens + span.num_tokens)
+            group.fit_table(span.slot + 1, num_pages)
+            group.open_pages(span.slot, 0, num_pages, slice(row, row + 1))
+        return group
+
+    def commit(self, spans: Seq[Span]) -> None:
+        """The step is over: its tokens count from now on."""
+        for span in spans:
+            state = self._sequence(span.slot)
+            state.num_tokens += span.num_tokens
+            self._settle(span.slot, state)
+
+    def abort(self, spans: Seq[Span]) -> None:
+        """Take back the pages that `begin` opened for `spans`."""
+        self._close([(span, self._num_pages(self._sequence(span.slot).num_tokens)) for span in spans])
+
+    # -- tiers -------------------------------------------------------------------------------------------------
+
+    def _settle(self, slot: int, state: SequenceState) -> None:
+        """Summaries for completed pages, then demotion, then the policy."""
+        num_full = state.num_tokens // self.config.page_size
+        if num_full <= state.num_complete:
+            return
+        for group in self.groups:
+            group.complete(slot, state.num_complete, num_full)
+        state.num_complete = num_full
+        hot_start = max(0, state.num_tokens - self.config.hot_size) // self.config.page_size
+        stop = state.demoted.stop
+        if hot_start > stop:
+            for group in self.groups:
+                self.counters["demoted"] += group.demote(slot, stop, hot_start)
+            state.demoted = range(state.demoted.start, hot_start)
+        self._apply_policy(slot, state)
+
+    def _apply_policy(self, slot: int, state: SequenceState) -> None:
+        first, last = state.demoted.start, state.demoted.stop
+        if first == last or self.config.cold != "drop":
+            return
+        for group in self.groups:
+            present = group.table[slot, : len(group.rows), :, :last] >= 0
+            present[..., :first] = False
+            cold = self.policy.cold(PageFacts(present, state.num_tokens, self.config.page_size))
+            if cold is not None:
+                self.counters["dropped"] += group.drop(slot, cold & present, state.demoted)
+
+    # -- looking in --------------------------------------------------------------------------------------------
+
+    def stats(self) -> KVStats:
+        """Bytes and pages by tier, and what was counted since the start."""
+        return collect(self)
+
+    def check_integrity(self) -> None:
+        """Prove that every page is free or owned exactly as often as counted. Raises KVIntegrityError."""
+        for group in self.groups:
+            owners = torch.zeros(group.pages.capacity, dtype=torch.long, device=group.geometry.device)
+            for slot, state in self.sequences.items():
+                ids = group.ids(slot, 0, self._num_pages(state.num_tokens))
+                owners.index_add_(0, ids, torch.ones_like(ids))
+            group.pages.check(owners, "page")
+            live = (group.pages.refs > 0).nonzero().flatten()
+            for pool, name in ((group.hot, "hot"), (group.warm, "warm")):
+                if pool is not None:
+                    units = group.pages.fields[name][live].long()
+                    pool.check(torch.bincount(units[units >= 0], minlength=pool.capacity), name)
+
+    # -- helpers -----------------------------------------------------------------------------------------------
+
+    def _open(self, span: Span, groups: Seq[StreamGroup]) -> None:
+        state = self._sequence(span.slot)
+        held = self._num_pages(state.num_tokens)
+        needed = self._num_pages(state.num_tokens + span.num_tokens)
+        for group in groups:
+            group.fit_table(span.slot + 1, needed)
+            if state.num_tokens % self.config.page_size:
+                group.own(span.slot, held - 1)
+            if needed > held:
+                group.open_pages(span.slot, held, needed)
+
+    def _close(self, opened: Seq[tuple[Span, int]]) -> None:
+        for span, held in opened:
+            demoted = self._sequence(span.slot).demoted
+            for group in self.groups:
+                group.release(span.slot, held, group.table.shape[-1], demoted)
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.page_size)
+
+    def _sequence(self, slot: int) -> SequenceState:
+        try:
+            return self.sequences[slot]
+        except KeyError:
+            raise KVError(f"sequence {slot} does not exist or was freed; add or fork one first") from None
