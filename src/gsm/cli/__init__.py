@@ -13,6 +13,8 @@ COMMANDS = {
     "demo": "See on a real model, in minutes, what GSM does.",
     "eval": "Quality of a config against the full cache; exit code 1 when it misses its tolerance.",
     "generate": "Generate text through the tiered cache.",
+    "load": "Latency percentiles and paired comparisons of any OpenAI-compatible server.",
+    "plan": "What fits in memory and what tiers can gain, from a config alone.",
 }
 
 

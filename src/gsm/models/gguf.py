@@ -31,8 +31,7 @@ def convert_gguf(path: Path, cache: Path) -> Path:
     """
     from filelock import FileLock
 
-    _check_header(path)
-    target = cache / "models" / f"{path.stem}-{_fingerprint(path)}-v{CONVERTER_VERSION}"
+    target = converted_directory(path, cache)
     if target.is_dir():
         return target
     try:
@@ -43,6 +42,12 @@ def convert_gguf(path: Path, cache: Path) -> Path:
     except OSError as error:
         raise ModelError(f"cannot write the converted model to {target}: {error}; set GSM_CACHE_DIR") from None
     return target
+
+
+def converted_directory(path: Path, cache: Path) -> Path:
+    """Where the converted ``path`` lies or will lie. Raises ModelError if it is no GGUF file."""
+    _check_header(path)
+    return cache / "models" / f"{path.stem}-{_fingerprint(path)}-v{CONVERTER_VERSION}"
 
 
 def _convert_into(path: Path, target: Path) -> None:

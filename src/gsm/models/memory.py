@@ -26,3 +26,12 @@ def require_memory(num_bytes: int, purpose: str, device: str = "cpu") -> None:
             f"{purpose} needs about {num_bytes / _GB:.1f} GB of memory but {free / _GB:.1f} GB are free on {device}; "
             "use a smaller dtype (--dtype bfloat16), a smaller model, or free memory"
         )
+
+
+def default_memory() -> tuple[int, str]:
+    """(bytes, where) free on the first CUDA device, or in this machine's memory where there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return available_bytes("cuda"), f"free on {torch.cuda.get_device_name()}"
+    return available_bytes(), "free in this machine's memory now"

@@ -56,9 +56,9 @@ def resolve_source(source: str | Path) -> Path | str:
         return path
     if path.is_file():
         return _resolve_file(path)
-    if isinstance(source, str) and _is_hub_id(text):
+    if isinstance(source, str) and is_hub_id(text):
         return text
-    raise ModelError(_unknown(text))
+    raise ModelError(unknown_source(text))
 
 
 def _resolve_file(path: Path) -> Path:
@@ -69,12 +69,13 @@ def _resolve_file(path: Path) -> Path:
     raise ModelError(f"{path} is not a model: expected a directory with config.json, a .gguf file or a hub id")
 
 
-def _is_hub_id(text: str) -> bool:
+def is_hub_id(text: str) -> bool:
     """owner/name, unless its first part is a local folder (then it is a mistyped path)."""
     return bool(_HUB_ID.fullmatch(text)) and not Path(text).parent.is_dir()
 
 
-def _unknown(text: str) -> str:
+def unknown_source(text: str) -> str:
+    """The sentence for a source that is nothing we know."""
     if difflib.get_close_matches(text.lower(), [DEMO], cutoff=0.7):
         return f"model {text!r} does not exist; did you mean '{DEMO}'?"
     return f"model {text!r} does not exist as a directory or file; {_KINDS}"
