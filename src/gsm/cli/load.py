@@ -19,8 +19,7 @@ class _GoodputCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         expanded: list[str] = []
         for arg in args:
-            previous = expanded[-2:-1] == ["--goodput"] if len(expanded) > 1 else False
-            if previous and re.fullmatch(r"[a-z0-9_]+:[\d.]+", arg):
+            if expanded[-2:-1] == ["--goodput"] and re.fullmatch(r"[a-z0-9_]+:[\d.]+", arg):
                 expanded.append("--goodput")
             expanded.append(arg)
         return super().parse_args(ctx, expanded)
@@ -94,7 +93,7 @@ def _targets(options: dict[str, Any]) -> list[Target]:
     import os
 
     from gsm.errors import ConfigError
-    from gsm.measure.load.target import Target, parse_arm, parse_body, parse_headers, parse_url
+    from gsm.measure.load.target import Target, is_url, parse_arm, parse_body, parse_headers, parse_url
 
     headers, body = parse_headers(options["header"]), parse_body(options["body"])
     if variable := options["api_key_env"]:
@@ -104,14 +103,14 @@ def _targets(options: dict[str, Any]) -> list[Target]:
     if options["ignore_eos"]:
         body["ignore_eos"] = True
     usage = {"include_usage": True} | ({"continuous_usage_stats": True} if options["continuous_usage"] else {})
-    shown = options["url"] or (options["ab"] or [""])[0]
-    if not shown:
-        raise ConfigError("no server was named; give its URL, for example http://localhost:8000")
-    if not options["url"] and not shown.startswith(("http://", "https://")):
-        raise ConfigError(f"--ab {shown} needs the server's URL as well; write gsm load URL --ab A B")
-    url, api = parse_url(shown, options["api"])
+    arms: tuple[str, ...] = options["ab"] or ()
+    if options["url"] and any(map(is_url, arms)):
+        raise ConfigError(f"--ab names servers itself, so {options['url']} would not be used; drop it")
+    if not options["url"] and not all(map(is_url, arms or [""])):
+        raise ConfigError("no server was named; give its URL, for example gsm load http://localhost:8000")
+    url, api = parse_url(options["url"] or arms[0], options["api"])
     base = Target(url, api, options["model"], options["stream"], headers, body, options["timeout"], usage)
-    return [parse_arm(base, arm) for arm in options["ab"]] if options["ab"] else [base]
+    return [parse_arm(base, arm) for arm in arms] or [base]
 
 
 def _plan(options: dict[str, Any]) -> LoadPlan:
