@@ -5,7 +5,11 @@ one sequence start with pages at the same places and may lose pages one by one. 
 
 * one row of `records`: where its tokens lie, its key summary, how many sequences still want it in full precision;
 * a unit of the `hot` pool (full precision) until every sequence that holds it has demoted it;
-* a unit of the `warm` pool (codes) from then on. Codes are written once.
+* a unit of the `warm` pool (codes) from then on. Codes are written once: a page that is reopened for writing after it
+  was coded stays in full precision for the rest of its life, so that no token is ever quantised a second time.
+
+`skip` counts the leading slots of a page that hold no token: a crop into a dropped page opens an empty one in its
+place, and what was dropped stays dropped.
 
 Everything here works on all layers and heads at once; nothing loops over layer x head x page.
 """
@@ -21,7 +25,7 @@ from torch import Tensor
 from gsm.core.codec import CODECS, FieldSpec, quantise_symmetric
 from gsm.core.scorers import Scorer
 from gsm.core.view import KVView
-from gsm.kv.pool import UnitPool
+from gsm.kv.pool import UnitPool, lasting
 
 _BLOCK = 1024  # pages worked on at once when many complete or demote together: bounds temporary memory
 
@@ -47,13 +51,14 @@ class StreamGroup:
         self.scorer = scorer
         self.rows: dict[int, int] = {}  # layer index -> row of the table
         self.has_holes = False
+        self.has_skips = False
         g = geometry
         plain = CODECS["none"].fields(page_size, g.k_dim, g.v_dim, g.dtype)
         self.pages = UnitPool(_record_spec(g.k_dim), g.device, capacity=0)
         self.hot = UnitPool(plain, g.device, capacity=0)
         coded = self.codec.fields(page_size, g.k_dim, g.v_dim, g.dtype)
         self.warm = UnitPool(coded, g.device, capacity=0) if codec != "none" else None
-        self.table = torch.full((0, num_layers, g.num_kv_heads, 0), -1, dtype=torch.int32, device=g.device)
+        self.table = lasting((0, num_layers, g.num_kv_heads, 0), torch.int32, g.device)
 
     # -- tables ------------------------------------------------------------------------------------------------
 
@@ -70,14 +75,14 @@ class StreamGroup:
         if num_slots <= slots and num_pages <= pages:
             return
         new_pages = pages if num_pages <= pages else max(num_pages + 8, pages + pages // 2)
-        grown = self.table.new_full((max(num_slots, slots), layers, heads, new_pages), -1)
+        grown = lasting((max(num_slots, slots), layers, heads, new_pages), torch.int32, self.geometry.device).fill_(-1)
         grown[:slots, :, :, :pages] = self.table
         self.table = grown
 
     def ids(self, slot: int, first: int, last: int) -> Tensor:
         """Page ids int64 of pages [first, last) of every stream of a slot that are still there, flat."""
-        ids = self.table[slot, : len(self.rows), :, first:last].reshape(-1)
-        return (ids[ids >= 0] if self.has_holes else ids).long()
+        ids = self.table[slot : slot + 1, : len(self.rows), :, first:last].reshape(-1)
+        return ids[ids >= 0].long()
 
     # -- life of a page ----------------------------------------------------------------------------------------
 
@@ -85,11 +90,18 @@ class StreamGroup:
         """Give pages [first, last) of a slot (of `rows`, default all) empty full-precision pages."""
         rows = rows or slice(0, len(self.rows))
         target = self.table[slot, rows, :, first:last]
-        ids = self.pages.allocate(target.numel())
+        self.table[slot, rows, :, first:last] = self._new_pages(target.numel()).int().view(target.shape)
+
+    def _new_pages(self, num_pages: int) -> Tensor:
+        self.hot.reserve(num_pages)
+        ids = self.pages.allocate(num_pages)
         self._make_hot(ids)
-        self.pages.fields["warm"][ids] = -1
-        self.pages.fields["hot_refs"][ids] = 1
-        self.table[slot, rows, :, first:last] = ids.int().view(target.shape)
+        records = self.pages.fields
+        records["warm"][ids] = -1
+        records["hot_refs"][ids] = 1
+        records["skip"][ids] = 0
+        records["reopened"][ids] = False
+        return ids
 
     def complete(self, slot: int, first: int, last: int) -> None:
         """Summarise the keys of full pages [first, last) of a slot."""
@@ -112,7 +124,7 @@ class StreamGroup:
     def _leave_hot(self, ids: Tensor) -> int:
         records = self.pages.fields
         records["hot_refs"][ids] -= 1
-        going = ids[records["hot_refs"][ids] <= 0]
+        going = ids[(records["hot_refs"][ids] <= 0) & ~records["reopened"][ids]]
         if len(going) == 0:
             return 0
         assert self.warm is not None
@@ -173,22 +185,34 @@ class StreamGroup:
             wanted = self.ids(source, min(first, num_pages), min(last, num_pages))
             self.pages.fields["hot_refs"][wanted] += 1
 
-    def own(self, slot: int, page: int) -> None:
-        """Make the pages at `page` the slot's own, writable in full precision (copy on write, or reopened)."""
+    def own(self, slot: int, page: int, was_demoted: bool, num_kept: int) -> int:
+        """Make the pages at `page` of a slot its own and writable in full precision; returns how many were coded.
+
+        Shared pages are copied, coded ones decoded, dropped ones replaced by empty ones. `num_kept` is the number of
+        leading tokens that stay; `was_demoted` tells whether the slot had given up its claim to full precision.
+        """
         held = self.table[slot, : len(self.rows), :, page]
         present = held >= 0
         ids = held[present].long()
-        shared = ids[self.pages.refs[ids] > 1]
-        if len(shared):
-            copies = self._copy(shared)
-            replaced = ids.clone()
-            replaced[self.pages.refs[ids] > 1] = copies
-            self._release(shared, wants_hot=True)
-            held[present] = replaced.int()
-            ids = replaced
-        cold = ids[self.pages.fields["hot"][ids] < 0]
-        if len(cold):
-            self._reopen(cold)
+        is_shared = self.pages.refs[ids] > 1
+        self.hot.reserve(held.numel())
+        num_coded = int((self.pages.fields["hot"][ids] < 0).sum())
+        if bool(is_shared.any()):
+            shared = ids[is_shared]
+            ids[is_shared] = self._copy(shared)
+            self._release(shared, wants_hot=not was_demoted)
+            held[present] = ids.int()
+        coded = ids[self.pages.fields["hot"][ids] < 0]
+        if len(coded):
+            self._reopen(coded)
+        skip = self.pages.fields["skip"]
+        skip[ids] = skip[ids].clamp_max(num_kept)
+        if len(ids) < held.numel():
+            empty = self._new_pages(held.numel() - len(ids))
+            skip[empty] = num_kept
+            held[~present] = empty.int()
+            self.has_skips |= num_kept > 0
+        return num_coded
 
     def _copy(self, ids: Tensor) -> Tensor:
         copies = self.pages.allocate(len(ids))
@@ -196,21 +220,24 @@ class StreamGroup:
         k, v = self._tokens(ids)
         for field in records.values():
             field[copies] = field[ids]
-        self._make_hot(copies)
-        units = records["hot"][copies].long()
-        self.hot.fields["k"][units], self.hot.fields["v"][units] = k, v
-        records["warm"][copies] = -1
-        records["hot_refs"][copies] = 1
+        records["reopened"][copies] |= records["hot"][ids] < 0
+        self._attach_hot(copies, k, v)
         return copies
 
     def _reopen(self, ids: Tensor) -> None:
         assert self.warm is not None
         records = self.pages.fields
         k, v = self._tokens(ids)
+        self.warm.release(records["warm"][ids].long())
+        records["reopened"][ids] = True
+        self._attach_hot(ids, k, v)
+
+    def _attach_hot(self, ids: Tensor, k: Tensor, v: Tensor) -> None:
+        """Give pages full-precision units with this content, wanted by one owner."""
+        records = self.pages.fields
         self._make_hot(ids)
         units = records["hot"][ids].long()
         self.hot.fields["k"][units], self.hot.fields["v"][units] = k, v
-        self.warm.release(records["warm"][ids].long())
         records["warm"][ids] = -1
         records["hot_refs"][ids] = 1
 
@@ -240,6 +267,7 @@ class StreamGroup:
             max_pages=max_pages,
             page_size=self.page_size,
             has_holes=self.has_holes,
+            has_skips=self.has_skips,
             records=self.pages.fields,
             hot=self.hot.fields,
             warm=self.warm.fields if self.warm is not None else None,
@@ -253,6 +281,8 @@ def _record_spec(k_dim: int) -> FieldSpec:
         "hot": ((), torch.int32),
         "warm": ((), torch.int32),
         "hot_refs": ((), torch.int16),
+        "skip": ((), torch.int16),
+        "reopened": ((), torch.bool),
         "center": ((k_dim,), torch.int8),
         "spread": ((k_dim,), torch.int8),
         "center_scale": ((), torch.float16),

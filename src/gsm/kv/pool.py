@@ -11,6 +11,8 @@ count fell to 0. Fields are never cleared: whoever allocates a unit decides what
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,9 +29,9 @@ class UnitPool:
         self.device = device
         self.capacity = 0
         self.num_free = 0
-        self.fields: Fields = {name: torch.empty((0, *s), dtype=t, device=device) for name, (s, t) in spec.items()}
-        self.refs = torch.empty(0, dtype=torch.int32, device=device)
-        self._stack = torch.empty(0, dtype=torch.int32, device=device)
+        self.fields: Fields = {name: lasting((0, *s), t, device) for name, (s, t) in spec.items()}
+        self.refs = lasting((0,), torch.int32, device)
+        self._stack = lasting((0,), torch.int32, device)
         self._grow_to(min(capacity, max_units) if max_units is not None else capacity)
 
     @property
@@ -39,16 +41,25 @@ class UnitPool:
     @property
     def unit_bytes(self) -> int:
         """Bytes of one unit's fields, with its reference count and its place on the stack."""
-        fields = sum(field[0].nbytes if len(field) else 0 for field in self.fields.values())
+        fields = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._spec.values())
         return fields + self.refs.element_size() + self._stack.element_size()
 
     def can_allocate(self, num_units: int) -> bool:
+        """Whether `num_units` fit under the limit; asking changes nothing."""
         return self._max_units is None or num_units <= self.num_free + self._max_units - self.capacity
+
+    def limit(self, max_units: int | None) -> None:
+        """Never grow beyond `max_units` from now on; what is in use stays."""
+        self._max_units = max_units
+
+    def reserve(self, num_units: int) -> None:
+        """Make sure that `allocate(num_units)` cannot fail. Raises OutOfPages, in which case nothing changed."""
+        if num_units > self.num_free:
+            self._grow_by(num_units - self.num_free)
 
     def allocate(self, num_units: int) -> Tensor:
         """int64 ids `[num_units]`, each with one owner. Raises OutOfPages, in which case nothing changed."""
-        if num_units > self.num_free:
-            self._grow_by(num_units - self.num_free)
+        self.reserve(num_units)
         ids = self._stack[self.num_free - num_units : self.num_free].flip(0).long()
         self.num_free -= num_units
         self.refs[ids] = 1
@@ -89,17 +100,23 @@ class UnitPool:
                 "finish a request first, shorten the context, or raise the limit"
             )
         roomy = max(wanted, self.capacity + self.capacity // 2)
-        self._grow_to(roomy if self._max_units is None else min(roomy, self._max_units))
+        try:
+            self._grow_to(roomy if self._max_units is None else min(roomy, self._max_units))
+        except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as RuntimeError
+            raise OutOfPages(
+                f"no memory on {self.device} for {num_units} more pages ({num_units * self.unit_bytes} bytes); shorten "
+                "the context, or choose int4 or int8 warm pages, a smaller hot_size, or cold: drop"
+            ) from error
 
     def _grow_to(self, capacity: int) -> None:
         """One field at a time, so that the peak exceeds the pool by its largest field only."""
         added = capacity - self.capacity
         for name in self._spec:
-            self.fields[name] = _extended(self.fields[name], added)
-        self.refs = _extended(self.refs, added)
+            self.fields[name] = _extended(self.fields[name], self.capacity, capacity)
+        self.refs = _extended(self.refs, self.capacity, capacity)
         self.refs[self.capacity :] = 0
         new_ids = torch.arange(capacity - 1, self.capacity - 1, -1, dtype=torch.int32, device=self.device)
-        stack = torch.empty(capacity, dtype=torch.int32, device=self.device)
+        stack = lasting((capacity,), torch.int32, self.device)
         stack[: self.num_free] = self._stack[: self.num_free]
         stack[self.num_free : self.num_free + added] = new_ids
         self._stack = stack
@@ -107,7 +124,7 @@ class UnitPool:
         self.capacity = capacity
 
 
-def _extended(old: Tensor, added: int) -> Tensor:
-    new = torch.empty((len(old) + added, *old.shape[1:]), dtype=old.dtype, device=old.device)
-    new[: len(old)] = old
+def _extended(old: Tensor, used: int, capacity: int) -> Tensor:
+    new = torch.empty((capacity, *old.shape[1:]), dtype=old.dtype, device=old.device)
+    new[:used] = old[:used]
     return new

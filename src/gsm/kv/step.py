@@ -44,6 +44,7 @@ class KVStep:
 
     # -- writing -----------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens of one layer: `k [rows, H, length, k_dim]`, `v [rows, H, length, v_dim]`."""
         group = self.manager.group_for(layer, k, v, self.spans)
