@@ -60,7 +60,7 @@ class ReferenceAttention(DecodeAttention):
         for page in pages:
             page_id = view.table[int(view.slots[b]), h, page].long().view(1)
             k, v = view.read(page_id)
-            for offset in range(view.page_size):
+            for offset in range(int(view.records["skip"][page_id]), view.page_size):
                 if oldest <= page * view.page_size + offset < length:
                     keys.append(k[offset].double().cpu())
                     values.append(v[offset].double().cpu())

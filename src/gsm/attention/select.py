@@ -45,4 +45,7 @@ def visible_tokens(pages: Tensor, view: KVView, window: int | None) -> Tensor:
     position = (pages.unsqueeze(-1) * view.page_size + offset).flatten(-2)
     length = view.seq_lens.view(-1, 1, 1)
     visible = (position < length) & (pages >= 0).repeat_interleave(view.page_size, dim=-1)
+    if view.has_skips:
+        ids = view.page_ids().gather(-1, pages.clamp_min(0)).clamp_min(0)
+        visible &= (offset >= view.records["skip"][ids].unsqueeze(-1)).flatten(-2)
     return visible & (position >= length - window) if window is not None else visible

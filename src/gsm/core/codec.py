@@ -5,8 +5,9 @@ deterministic and happens once in the life of a page. The field layout is shared
 attention kernels read it in place.
 
 Error bounds (checked in tests): int8 stores each token's K and V with one scale, so the error is at most half a step,
-max|x| / 254, plus float16 rounding of the scale. int4 stores K per channel over one page and V per token in groups
-of 32 (asymmetric, 16 levels): at most half a step, (max - min) / 30.
+max|x| / 254. int4 stores K per channel over one page and V per token in groups of 32 (asymmetric, 16 levels): at most
+half a step, (max - min) / 30. Scales and offsets are float16, whose rounding (2^-11 of the span and of the offset)
+comes on top.
 
 Sources: KIVI (arXiv:2402.02750) for the int4 directions; SPEC K1.
 """

@@ -50,6 +50,7 @@ class KVView:
     warm: Fields | None
     codec: Codec
     scorer: Scorer
+    has_skips: bool = False  # the first records["skip"] slots of some page hold no token
 
     def page_ids(self) -> Tensor:
         """Page ids int64 `[B, H, max_pages]`; -1 where there is no page."""

@@ -7,6 +7,7 @@ takes a step back, so that an exception in the middle of a model leaves the stor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -30,10 +31,14 @@ class SequenceState:
     num_tokens: int = 0
     num_complete: int = 0  # full pages whose keys are summarised
     demoted: range = range(0)  # pages this sequence no longer needs in full precision
+    owns_last: bool = True  # the last page, if it is not full, is surely nobody else's and writable
 
 
 class KVManager:
-    """Page tables and pools of one model. Not thread-safe: one manager serves one forward pass at a time."""
+    """Page tables and pools of one model. Not thread-safe: one manager serves one forward pass at a time.
+
+    `max_pages` limits the pages of every layer and head together: `max_pages` for each of them on average.
+    """
 
     def __init__(self, num_layers: int, config: CacheConfig, max_pages: int | None = None) -> None:
         self.config = config
@@ -43,7 +48,7 @@ class KVManager:
         self.scorer = make_scorer(config.sparse.scorer, config.sparse.sigma)
         self.groups: list[StreamGroup] = []
         self.sequences: dict[int, SequenceState] = {}
-        self.counters = {"demoted": 0, "dropped": 0}
+        self.counters = {"demoted": 0, "dropped": 0, "reopened": 0}
         self.attended_tokens = 0.0  # summed over decode steps, sequences and layers, averaged over heads
         self.attended_samples = 0
         self._group_of: dict[int, StreamGroup] = {}
@@ -61,7 +66,8 @@ class KVManager:
         """A second sequence with the same tokens; pages are shared until one of them writes."""
         source = self._sequence(slot)
         target = self.add_sequence()
-        self.sequences[target] = SequenceState(source.num_tokens, source.num_complete, source.demoted)
+        source.owns_last = False
+        self.sequences[target] = SequenceState(source.num_tokens, source.num_complete, source.demoted, owns_last=False)
         for group in self.groups:
             group.fit_table(target + 1, self._num_pages(source.num_tokens))
             group.share(slot, target, self._num_pages(source.num_tokens), source.demoted)
@@ -83,14 +89,15 @@ class KVManager:
             )
         old_pages, new_pages = self._num_pages(state.num_tokens), self._num_pages(num_tokens)
         full_pages = num_tokens // self.config.page_size
+        if full_pages < min(new_pages, state.num_complete):
+            self._own(slot, full_pages, num_tokens % self.config.page_size)
         for group in self.groups:
             group.release(slot, new_pages, old_pages, state.demoted)
-            if full_pages < min(new_pages, state.num_complete):
-                group.own(slot, full_pages)
         start = state.demoted.start
         state.demoted = range(start, max(start, min(state.demoted.stop, full_pages)))
         state.num_complete = min(state.num_complete, full_pages)
         state.num_tokens = num_tokens
+        state.owns_last = False
 
     def num_tokens(self, slot: int) -> int:
         return self._sequence(slot).num_tokens
@@ -103,7 +110,7 @@ class KVManager:
         try:
             for span in spans:
                 opened.append((span, self._num_pages(self._sequence(span.slot).num_tokens)))
-                self._open(span, self.groups)
+                self._open(span)
         except BaseException:
             self._close(opened)
             raise
@@ -121,6 +128,8 @@ class KVManager:
             group = StreamGroup(geometry, c.page_size, c.warm.codec, self.scorer, self.num_layers)
             self.groups.append(group)
         row = group.add_layer(layer)
+        if self.max_pages is not None:
+            group.pages.limit(self.max_pages * group.streams_per_slot)
         self._group_of[layer] = group
         for span in spans:
             state = self._sequence(span.slot)
@@ -128,6 +137,18 @@ class KVManager:
             group.fit_table(span.slot + 1, num_pages)
             group.open_pages(span.slot, 0, num_pages, slice(row, row + 1))
         return group
+
+    def can_append(self, num_tokens_by_slot: Mapping[int, int]) -> bool:
+        """Whether `begin` would find pages for that many new tokens per slot; asking changes nothing."""
+        new = shared = 0
+        for slot, num_tokens in num_tokens_by_slot.items():
+            held = self.num_tokens(slot)
+            new += self._num_pages(held + num_tokens) - self._num_pages(held)
+            shared += held % self.config.page_size > 0 and not self._sequence(slot).owns_last
+        if not self.groups:
+            return self.max_pages is None or new <= self.max_pages
+        # a shared last page is copied before it is written: count one for each open page
+        return all(group.pages.can_allocate((new + shared) * group.streams_per_slot) for group in self.groups)
 
     def commit(self, spans: Seq[Span]) -> None:
         """The step is over: its tokens count from now on."""
@@ -191,16 +212,22 @@ class KVManager:
 
     # -- helpers -----------------------------------------------------------------------------------------------
 
-    def _open(self, span: Span, groups: Seq[StreamGroup]) -> None:
+    def _open(self, span: Span) -> None:
         state = self._sequence(span.slot)
         held = self._num_pages(state.num_tokens)
         needed = self._num_pages(state.num_tokens + span.num_tokens)
-        for group in groups:
+        if not state.owns_last and state.num_tokens % self.config.page_size:
+            self._own(span.slot, held - 1, state.num_tokens % self.config.page_size)
+        state.owns_last = True
+        for group in self.groups:
             group.fit_table(span.slot + 1, needed)
-            if state.num_tokens % self.config.page_size:
-                group.own(span.slot, held - 1)
             if needed > held:
                 group.open_pages(span.slot, held, needed)
+
+    def _own(self, slot: int, page: int, num_kept: int) -> None:
+        was_demoted = page in self._sequence(slot).demoted
+        for group in self.groups:
+            self.counters["reopened"] += group.own(slot, page, was_demoted, num_kept)
 
     def _close(self, opened: Seq[tuple[Span, int]]) -> None:
         for span, held in opened:
