@@ -49,9 +49,7 @@ KINDS = ("normal", "zero", "constant", "outlier", "tiny", "mixed")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("k_dim", "v_dim"), [(64, 64), (48, 32), (16, 24)])
 @pytest.mark.parametrize("name", list(CODECS))
-def test_round_trip_within_the_stated_bound(
-    name: str, k_dim: int, v_dim: int, kind: str, dtype: torch.dtype
-) -> None:
+def test_round_trip_within_the_stated_bound(name: str, k_dim: int, v_dim: int, kind: str, dtype: torch.dtype) -> None:
     k, v = _pages(kind, k_dim, v_dim, dtype)
     codec = CODECS[name]
     fields = codec.encode(k, v)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gsm.core.scorers import MeanSigma, MinMax, Scorer, make_scorer
+from gsm.core.scorers import Anchor, MeanSigma, MinMax, Scorer, Summary, make_scorer
 
 B, H, G, P, PAGE, D = 2, 3, 4, 5, 8, 16
 
@@ -17,9 +17,43 @@ def _keys_and_query(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scores(scorer: Scorer, keys: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    center, spread = scorer.summarise(keys.flatten(0, 2))
-    assert (spread >= 0).all()
-    return scorer.score(query, center.view(B, H, P, D), spread.view(B, H, P, D))
+    summary = scorer.summarise(keys.flatten(0, 2))
+    assert (summary.radius >= 0).all()
+    pages = Summary(*(field.unflatten(0, (B, H, P)) for field in summary))
+    return scorer.score(query, pages, torch.ones(B, H, P, dtype=torch.bool), keys.shape[3])
+
+
+def test_anchor_estimates_the_share_of_attention() -> None:
+    keys, query = _keys_and_query(4)
+    query = query / D**0.5
+    keys[:, :, 1, 3] *= 0.1
+    scores = _scores(Anchor(1.0), keys, query)
+    for b in range(B):
+        for h in range(H):
+            shares = torch.zeros(P).double()
+            for q in query[b, h].double():
+                logs = []
+                for page in keys[b, h].double():
+                    mean = page.mean(0)
+                    radius = (page - mean).square().mean().sqrt()
+                    anchor = min(page, key=lambda key: float(key.norm()))
+                    bulk = PAGE * torch.exp(q @ mean + q.norm() * radius)
+                    logs.append(torch.log(bulk + torch.exp(q @ anchor)))
+                shares += torch.stack(logs).softmax(0)
+            torch.testing.assert_close(scores[b, h].double(), shares, atol=1e-4, rtol=1e-4)
+
+
+def test_anchor_ignores_pages_without_a_summary() -> None:
+    keys, query = _keys_and_query(5)
+    scorer = Anchor(1.0)
+    pages = Summary(*(field.unflatten(0, (B, H, P)) for field in scorer.summarise(keys.flatten(0, 2))))
+    known = torch.ones(B, H, P, dtype=torch.bool)
+    known[:, :, -1] = False
+    for field in pages:
+        field[:, :, -1] = torch.nan
+    scores = scorer.score(query, pages, known, PAGE)
+    fewer = scorer.score(query, Summary(*(field[:, :, :-1] for field in pages)), known[:, :, :-1], PAGE)
+    torch.testing.assert_close(scores[..., :-1], fewer)
 
 
 @pytest.mark.parametrize("sigma", [0.0, 1.5, 3.0])
@@ -33,8 +67,7 @@ def test_mean_sigma_is_its_formula(sigma: float) -> None:
                 mean = page.sum(0) / PAGE
                 variance = (page - mean).square().sum(0) / PAGE
                 best = max(
-                    float(q @ mean) + sigma * float((q.square() * variance).sum()) ** 0.5
-                    for q in query[b, h].double()
+                    float(q @ mean) + sigma * float((q.square() * variance).sum()) ** 0.5 for q in query[b, h].double()
                 )
                 assert float(scores[b, h, p]) == pytest.approx(best, rel=1e-4, abs=1e-4)
 

@@ -25,7 +25,7 @@ class ReferenceAttention(DecodeAttention):
             masses.append([])
             for h in range(num_kv_heads):
                 heads = slice(h * group_size, (h + 1) * group_size)
-                pages = self._choose(query[b, heads].double().cpu(), view, b, h, selection)
+                pages = self._choose(query[b, heads].double().cpu(), view, b, h, selection, spec.scale)
                 k, v, page_of = self._tokens(view, b, h, pages, spec.window)
                 weights = self._weights(query[b, heads].double().cpu() @ k.T, spec, heads)
                 out[b, heads] = weights @ v
@@ -33,7 +33,9 @@ class ReferenceAttention(DecodeAttention):
                 masses[b].append([float(weights[:, page_of == page].sum(-1).max()) for page in pages])
         return DecodeResult(out.to(query.dtype).to(query.device), _padded(read, -1).long(), _padded(masses, 0.0))
 
-    def _choose(self, query: Tensor, view: KVView, b: int, h: int, selection: Selection | None) -> list[int]:
+    def _choose(
+        self, query: Tensor, view: KVView, b: int, h: int, selection: Selection | None, scale: float
+    ) -> list[int]:
         length = int(view.seq_lens[b])
         num_pages = -(-length // view.page_size)
         table = view.table[int(view.slots[b]), h]
@@ -45,11 +47,11 @@ class ReferenceAttention(DecodeAttention):
         older = [page for page in present if page not in always]
         budget = selection.budget_pages[b] - len(always)
 
-        def promise(page: int) -> float:
-            center, spread = view.summaries(table[page].long().view(1, 1, 1))
-            return float(view.scorer.score(query.float().view(1, 1, *query.shape), center, spread))
-
-        return sorted([*always, *sorted(older, key=promise, reverse=True)[: max(0, budget)]])
+        ids = table[:num_pages].long().view(1, 1, -1)
+        known = (ids >= 0) & (torch.arange(num_pages, device=ids.device) < (length - 1) // view.page_size)
+        scaled = query.float().view(1, 1, *query.shape).to(ids.device) * scale
+        promise = view.scorer.score(scaled, view.summaries(ids), known, view.page_size).flatten().tolist()
+        return sorted([*always, *sorted(older, key=promise.__getitem__, reverse=True)[: max(0, budget)]])
 
     def _tokens(
         self, view: KVView, b: int, h: int, pages: list[int], window: int | None

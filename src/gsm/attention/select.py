@@ -8,14 +8,15 @@ from torch import Tensor
 from gsm.core.view import KVView, Selection
 
 
-def select_pages(query: Tensor, view: KVView, selection: Selection) -> tuple[Tensor, Tensor]:
+def select_pages(query: Tensor, view: KVView, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
     """Logical pages and page ids, int64 `[B, H, S]` each; -1 pads sequences with fewer pages.
 
     `query [B, H, G, k_dim]`. Sinks and pages that hold the last `recent_tokens` tokens always come first.
     """
     ids = view.page_ids()
-    scores = view.scorer.score(query, *view.summaries(ids))
     page = torch.arange(view.max_pages, device=ids.device)
+    complete = page < ((view.seq_lens - 1) // view.page_size).view(-1, 1, 1)  # pages of earlier steps have summaries
+    scores = view.scorer.score(query.float() * scale, view.summaries(ids), complete & (ids >= 0), view.page_size)
     first_recent = (view.seq_lens - selection.recent_tokens).clamp_min(0) // view.page_size
     always = (page < selection.num_sink_pages) | (page >= first_recent.unsqueeze(-1))
     scores = scores.masked_fill(always.unsqueeze(1), torch.inf).masked_fill(ids < 0, -torch.inf)

@@ -15,7 +15,7 @@ from gsm.config.smoothing import SmoothingConfig
 
 CodecName = Literal["none", "int8", "int4"]
 PolicyName = Literal["keep_all", "recent", "threshold", "budget"]
-ScorerName = Literal["mean_sigma", "minmax"]
+ScorerName = Literal["anchor", "mean_sigma", "minmax"]
 BackendName = Literal["auto", "reference", "torch", "numba"]
 
 
@@ -36,8 +36,8 @@ class SparseConfig(Section):
     enabled: bool = False
     budget_tokens: int | None = Field(default=None, ge=1)
     budget_fraction: float | None = Field(default=None, gt=0.0, le=1.0)
-    scorer: ScorerName = "mean_sigma"
-    sigma: float = Field(default=1.5, ge=0.0, description="weight c of the spread in the mean + c * sigma score")
+    scorer: ScorerName = "anchor"
+    sigma: float = Field(default=1.0, ge=0.0, description="weight c of the spread in the scores (anchor, mean_sigma)")
 
     @model_validator(mode="after")
     def _one_budget(self) -> SparseConfig:

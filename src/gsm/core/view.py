@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gsm.core.codec import Codec, Fields
-from gsm.core.scorers import Scorer
+from gsm.core.scorers import Scorer, Summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,14 @@ class KVView:
         k[coded], v[coded] = self.codec.decode({name: field[warm_rows] for name, field in self.warm.items()}, k.dtype)
         return k, v
 
-    def summaries(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 `center [..., k_dim]`, `spread [..., k_dim]` of pages `ids [...]` (any value where the id is -1)."""
-        present = ids.clamp_min(0)
-        center = self.records["center"][present].float() * self.records["center_scale"][present].float().unsqueeze(-1)
-        spread = self.records["spread"][present].float() * self.records["spread_scale"][present].float().unsqueeze(-1)
-        return center, spread
+    def summaries(self, ids: Tensor) -> Summary:
+        """Summaries `[...]` of pages `ids [...]` (any value where the id is -1 or the page is not complete)."""
+        rows = {name: self.records[name][ids.clamp_min(0)] for name in SUMMARY_FIELDS}
+        return Summary(
+            rows["center"].float() * rows["center_scale"].float().unsqueeze(-1),
+            rows["detail"].float() * rows["detail_scale"].float().unsqueeze(-1),
+            rows["radius"].float(),
+        )
+
+
+SUMMARY_FIELDS = ("center", "center_scale", "detail", "detail_scale", "radius")

@@ -107,9 +107,10 @@ class StreamGroup:
         """Summarise the keys of full pages [first, last) of a slot."""
         records = self.pages.fields
         for ids in _blocks(self.ids(slot, first, last)):
-            center, spread = self.scorer.summarise(self.hot.fields["k"][records["hot"][ids].long()])
-            records["center"][ids], records["center_scale"][ids] = quantise_symmetric(center)
-            records["spread"][ids], records["spread_scale"][ids] = quantise_symmetric(spread)
+            summary = self.scorer.summarise(self.hot.fields["k"][records["hot"][ids].long()])
+            records["center"][ids], records["center_scale"][ids] = quantise_symmetric(summary.center)
+            records["detail"][ids], records["detail_scale"][ids] = quantise_symmetric(summary.detail)
+            records["radius"][ids] = summary.radius.half()
 
     def demote(self, slot: int, first: int, last: int) -> int:
         """A slot no longer needs pages [first, last) in full precision; returns how many pages really went down."""
@@ -284,9 +285,10 @@ def _record_spec(k_dim: int) -> FieldSpec:
         "skip": ((), torch.int16),
         "reopened": ((), torch.bool),
         "center": ((k_dim,), torch.int8),
-        "spread": ((k_dim,), torch.int8),
+        "detail": ((k_dim,), torch.int8),
         "center_scale": ((), torch.float16),
-        "spread_scale": ((), torch.float16),
+        "detail_scale": ((), torch.float16),
+        "radius": ((), torch.float16),
     }
 
 

@@ -125,6 +125,12 @@ class UnitPool:
 
 
 def _extended(old: Tensor, used: int, capacity: int) -> Tensor:
-    new = torch.empty((capacity, *old.shape[1:]), dtype=old.dtype, device=old.device)
+    new = lasting((capacity, *old.shape[1:]), old.dtype, old.device)
     new[:used] = old[:used]
     return new
+
+
+def lasting(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor that may be written outside `torch.inference_mode` too, wherever it was made."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device=device)
