@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from gsm.cli.common import check_json_path, json_option, model_options, print_bench, progress_bar, quality_options, save
+from gsm.cli.common import check_json_path, json_option, model_options, progress_bar, quality_options, save
+from gsm.cli.tables import print_bench
 
 
 @click.command()

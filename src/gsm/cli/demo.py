@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gsm.cli.common import check_json_path, json_option, print_bench, progress_bar, save
+from gsm.cli.common import check_json_path, json_option, progress_bar, save
+from gsm.cli.tables import print_bench
 
 if TYPE_CHECKING:
     from gsm.measure.bench import BenchSpec

@@ -6,19 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gsm.cli.common import (
-    check_json_path,
-    format_kl,
-    format_needles,
-    format_number,
-    format_share,
-    json_option,
-    model_options,
-    print_table,
-    progress_bar,
-    quality_options,
-    save,
-)
+from gsm.cli.common import check_json_path, json_option, model_options, progress_bar, quality_options, save
+from gsm.cli.tables import print_table, quality_rows
 
 if TYPE_CHECKING:
     from gsm.results import EvalResult
@@ -62,16 +51,8 @@ def command(tolerance_kl: float, tolerance_needles: int, json_path: str | None, 
 def print_eval(result: EvalResult, name: str) -> None:
     """The quality table and the verdict."""
     quality = result.quality
-    header = ("config", "NLL change", "KL", "top-1 %", "needles (in / late)", "windows")
-    row = (
-        name,
-        format_number(quality.nll_delta, 3),
-        format_kl(quality),
-        format_share(quality.top1_agreement),
-        format_needles(quality),
-        str(quality.n_windows),
-    )
-    print_table(f"{result.environment.model} after {result.workload.prompt_tokens} tokens", header, [row])
+    title = f"{result.environment.model} after {result.workload.prompt_tokens} tokens, {quality.n_windows} windows"
+    print_table(title, ["", name], quality_rows([quality]))
     for note in quality.notes:
-        click.echo(f"note: {note}.")
-    click.echo("passed" if result.passed else "missed: " + "; ".join(result.failures))
+        click.echo(f"Note: {note}.")
+    click.echo("Passed." if result.passed else "Missed: " + "; ".join(result.failures) + ".")

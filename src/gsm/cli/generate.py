@@ -210,7 +210,7 @@ def _show(piece: str) -> None:
 
 def summary_line(result: GenerateResult) -> str:
     """What it cost, in one line."""
-    from gsm.cli.common import format_bytes, format_number
+    from gsm.cli.tables import format_bytes, format_number
 
     return (
         f"[{result.prompt_tokens} prompt + {result.new_tokens} new tokens, first after "

@@ -34,7 +34,13 @@ class Worker:
         self.prompt = make_prompt(self.loaded, thirds, job.prompt_tokens, job.new_tokens, job.batch_size)
         self.text_sha256 = thirds.sha256("evaluation")
         self.arm = make_arm(resolve_arm(job.arm), self.loaded, job.chunk_tokens)
+        self._touch_weights()
         self.peak = PeakMemory()
+
+    @torch.inference_mode()
+    def _touch_weights(self) -> None:
+        """Weights are mapped from their file and become resident when first read: that is loading, not the run."""
+        self.loaded.model(input_ids=self.prompt[:1, :8])
 
     def ready(self) -> dict[str, Any]:
         """What the parent must know before it starts."""
