@@ -11,6 +11,7 @@ import click
 COMMANDS = {
     "bench": "Speed, memory and quality of several arms, side by side.",
     "demo": "See on a real model, in minutes, what GSM does.",
+    "doctor": "Check software, devices and a model; every problem comes with its remedy.",
     "eval": "Quality of a config against the full cache; exit code 1 when it misses its tolerance.",
     "generate": "Generate text through the tiered cache.",
     "load": "Latency percentiles and paired comparisons of any OpenAI-compatible server.",

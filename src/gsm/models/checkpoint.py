@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,14 @@ from typing import Any
 from gsm.errors import ModelError
 
 WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as its file describes it; ``dtype`` as safetensors names it ("F32", "BF16", ...)."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -33,10 +42,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     config = read_config_json(path)
     weights = _weight_files(path)
     dtypes: dict[str, int] = {}
-    for file in weights:
-        if file.suffix == ".safetensors":
-            for name, count in safetensors_dtypes(file).items():
-                dtypes[name] = dtypes.get(name, 0) + count
+    for tensor in (tensor for file in weights for tensor in read_tensors(file).values()):
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + math.prod(tensor.shape)
     return Checkpoint(path, config, weights, sum(file.stat().st_size for file in weights), dtypes)
 
 
@@ -55,8 +62,13 @@ def read_config_json(path: Path) -> dict[str, Any]:
     return config
 
 
-def safetensors_dtypes(file: Path) -> dict[str, int]:
-    """Elements per storage dtype, from the header alone; raises ModelError if the file is damaged or cut off."""
+def read_tensors(file: Path) -> dict[str, TensorInfo]:
+    """Name, dtype and shape of every tensor in a safetensors file, from its header alone; empty for other files.
+
+    Raises ModelError if the file is damaged or cut off.
+    """
+    if file.suffix != ".safetensors":
+        return {}
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -68,19 +80,9 @@ def safetensors_dtypes(file: Path) -> dict[str, int]:
         needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if size < needed:
             raise ValueError(f"it has {size} bytes of {needed}")
-        return _count_elements(header)
+        return {name: TensorInfo(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} is a damaged or truncated safetensors file: {error}; download it again") from None
-
-
-def _count_elements(header: dict[str, Any]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for entry in header.values():
-        elements = 1
-        for size in entry["shape"]:
-            elements *= size
-        counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + elements
-    return counts
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:

@@ -51,7 +51,7 @@ def converted_directory(path: Path, cache: Path) -> Path:
 
 
 def _convert_into(path: Path, target: Path) -> None:
-    require_memory(_num_parameters(path) * 4 * 2, f"converting {path.name}")
+    require_memory(num_parameters(path) * 4 * 2, f"converting {path.name}")
     print(f"gsm: converting {path.name} to {target} (once)", file=sys.stderr, flush=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -112,7 +112,7 @@ def _fingerprint(path: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _num_parameters(path: Path) -> int:
+def num_parameters(path: Path) -> int:
     """Total weights in the file; raises ModelError when the tensor table or the data is cut off."""
     try:
         from gguf import GGUFReader

@@ -12,6 +12,7 @@ from gsm.errors import InputError, ModelError
 from gsm.models.checkpoint import Checkpoint, read_checkpoint
 from gsm.models.memory import require_memory
 from gsm.models.quiet import quiet_transformers
+from gsm.models.sizes import DTYPE_BYTES
 from gsm.models.sources import DEMO, demo_gguf_path, resolve_source
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ DTYPES = {
     "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
     "float16": "float16", "fp16": "float16", "auto": "auto",
 }  # fmt: skip
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _set_threads(threads: int | None) -> None:
 
 def _loaded_bytes(checkpoint: Checkpoint, dtype: str) -> int:
     """Bytes of the weights once loaded. A quantised or unknown file is taken at its size on disk."""
-    width = _DTYPE_BYTES.get(dtype)
+    width = DTYPE_BYTES.get(dtype)
     if width is None or not checkpoint.num_elements or "quantization_config" in checkpoint.config:
         return checkpoint.num_bytes
     return checkpoint.num_elements * width

@@ -4,8 +4,8 @@ from gsm.measure.plan.numbers import arch_from_numbers
 from gsm.measure.plan.plan import make_plan
 from gsm.measure.plan.record import PlanResult
 from gsm.measure.plan.render import render_plan
-from gsm.measure.plan.sizes import format_bytes, parse_bytes
 from gsm.measure.plan.weights import PlannedModel, plan_model
+from gsm.models.sizes import format_bytes, parse_bytes
 
 __all__ = [
     "PlanResult",

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gsm.measure.plan.record import Capacity, StepBytes
-from gsm.measure.plan.sizes import format_bytes
 from gsm.measure.plan.weights import PlannedModel
+from gsm.models.sizes import format_bytes
 
 _WORTH_IT = 1.1  # below 10 % in both memory and time nobody will notice
 

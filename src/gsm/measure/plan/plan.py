@@ -10,8 +10,8 @@ from gsm.config import CacheConfig, GsmConfig, load_config
 from gsm.measure.plan.advice import advise
 from gsm.measure.plan.footprint import attended_bytes, tier_parts
 from gsm.measure.plan.record import Capacity, LayerKindRow, Parts, PlanResult, StepBytes
-from gsm.measure.plan.sizes import DTYPE_BYTES
 from gsm.measure.plan.weights import PlannedModel
+from gsm.models.sizes import DTYPE_BYTES
 
 _CONTEXTS = (2048, 8192, 32768, 131072)
 _FAR = 1 << 40  # tokens: more than any memory holds

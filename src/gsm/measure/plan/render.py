@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gsm.measure.plan.record import PlanResult
-from gsm.measure.plan.sizes import format_bytes
+from gsm.models.sizes import format_bytes
 
 
 def render_plan(result: PlanResult, console: Console) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gsm.arch import ModelArch, describe
-from gsm.measure.plan.sizes import DTYPE_BYTES, format_bytes
 from gsm.models import ModelConfig, count_parameters, read_model_config
+from gsm.models.sizes import DTYPE_BYTES, format_bytes
 
 
 @dataclass(frozen=True)
