@@ -1,21 +1,35 @@
 """Bytes of one sequence's cache, plain and in tiers.
 
-Plain is what transformers allocates: `ModelArch.kv_bytes`. Tiers are what `gsm.kv` allocates: per stream (layer, kv
-head) a page has codes or a full-precision copy, a key summary, and a record with its table entry. The formulas are
-held against both in tests.
+Plain is what transformers allocates: `ModelArch.kv_bytes`. Tiers are what `gsm.kv` allocates; the sizes of a page's
+parts are read from an empty `StreamGroup`, so they cannot drift from the store. Both are held against real caches in
+tests.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
 from gsm.arch import LayerGeometry, ModelArch
 from gsm.config import CacheConfig
-from gsm.core.codec import CODECS
+from gsm.core.scorers import make_scorer
+from gsm.kv.group import Geometry, StreamGroup
 from gsm.measure.plan.record import Parts
 
-# One page: where its copies lie (4 + 4), its reference counts (2 + 4 + 4 on the free list), its table entry (4).
-_RECORD_BYTES = 22
-_UNIT_BYTES = 8  # reference count and free-list place of a unit of a pool
-_SCALE_BYTES = 2
+_ELEMENT_TYPES = {4: torch.float32, 2: torch.float16, 1: torch.int8}
+
+
+@dataclass(frozen=True)
+class PageBytes:
+    """Bytes of one page of one kv head: a full-precision copy, codes, the key summary, and its record in the tables."""
+
+    hot: int
+    coded: int
+    summary: int
+    record: int
 
 
 def tier_parts(arch: ModelArch, num_tokens: int, cache: CacheConfig, element_bytes: int) -> Parts:
@@ -24,62 +38,67 @@ def tier_parts(arch: ModelArch, num_tokens: int, cache: CacheConfig, element_byt
     return Parts(**{name: sum(getattr(part, name) for part in parts) for name in Parts.model_fields})
 
 
+def attended_bytes(arch: ModelArch, num_tokens: int, cache: CacheConfig, element_bytes: int) -> tuple[int, float]:
+    """(tokens attended per kv head, KV bytes read) by one decode step at a context of ``num_tokens``."""
+    attended = min(num_tokens, cache.sparse.budget_for(num_tokens)) if cache.sparse.enabled else num_tokens
+    # a selected page may lie in the hot zone too; for a bound it is taken as coded
+    hot_tokens = cache.sink_tokens + (cache.recent_tokens if attended < num_tokens else cache.hot_size)
+    total = 0.0
+    for layer in arch.layers:
+        if not _has_pages(layer):
+            total += layer.kv_bytes(num_tokens, element_bytes)
+            continue
+        page = page_bytes(layer.k_dim, layer.v_dim, cache, element_bytes)
+        tokens = attended if layer.window is None else min(attended, layer.window)
+        hot = min(tokens, hot_tokens)
+        scored = num_tokens * page.summary if attended < num_tokens else 0
+        total += layer.num_kv_heads * (hot * page.hot + (tokens - hot) * page.coded + scored) / cache.page_size
+    return attended, total
+
+
+def page_bytes(k_dim: int, v_dim: int, cache: CacheConfig, element_bytes: int) -> PageBytes:
+    """Sizes of the parts of a page, as the page store lays them out."""
+    return _page_bytes(k_dim, v_dim, cache.page_size, cache.warm.codec, element_bytes)
+
+
+@lru_cache(maxsize=64)
+def _page_bytes(k_dim: int, v_dim: int, page_size: int, codec: str, element_bytes: int) -> PageBytes:
+    geometry = Geometry(1, k_dim, v_dim, _ELEMENT_TYPES[element_bytes], torch.device("cpu"))
+    group = StreamGroup(geometry, page_size, codec, make_scorer("mean_sigma", 1.0), num_layers=1)
+    # of a page's record, counters and places are integers; the key summary is int8 codes with their floats
+    fields = group.pages.fields.values()
+    summary = sum(_field_bytes(field) for field in fields if field.dtype == torch.int8 or field.is_floating_point())
+    hot = group.hot.unit_bytes
+    return PageBytes(
+        hot=hot,
+        coded=group.warm.unit_bytes if group.warm is not None else hot,
+        summary=summary,
+        record=group.pages.unit_bytes - summary + group.table.element_size(),
+    )
+
+
+def _field_bytes(field: torch.Tensor) -> int:
+    return math.prod(field.shape[1:]) * field.element_size()
+
+
 def _layer_parts(layer: LayerGeometry, num_tokens: int, cache: CacheConfig, element_bytes: int) -> Parts:
-    if layer.kind not in ("full", "sliding") or layer.kv_source is not None:
+    if not _has_pages(layer):
         return Parts(states=layer.kv_bytes(num_tokens, element_bytes))
     pages = -(-num_tokens // cache.page_size)
     hot_pages = _hot_pages(num_tokens, cache) if cache.warm.codec != "none" else pages
-    kept = pages if cache.cold != "drop" or cache.policy == "keep_all" else min(pages, _kept_pages(cache))
-    streams = layer.num_kv_heads
-    page_elements = cache.page_size * (layer.k_dim + layer.v_dim)
+    kept = min(pages, _kept_pages(cache)) if cache.cold == "drop" else pages
+    page = page_bytes(layer.k_dim, layer.v_dim, cache, element_bytes)
     return Parts(
-        codes=streams * max(0, kept - hot_pages) * (coded_page_bytes(layer, cache, element_bytes) + _UNIT_BYTES),
-        hot_copies=streams * min(kept, hot_pages) * (page_elements * element_bytes + _UNIT_BYTES),
-        summaries=streams * kept * summary_bytes(layer),
-        tables=streams * kept * _RECORD_BYTES,
+        codes=layer.num_kv_heads * max(0, kept - hot_pages) * page.coded,
+        hot_copies=layer.num_kv_heads * min(kept, hot_pages) * page.hot,
+        summaries=layer.num_kv_heads * kept * page.summary,
+        tables=layer.num_kv_heads * kept * page.record,
         states=layer.state_elements * element_bytes,
     )
 
 
-def coded_page_bytes(layer: LayerGeometry, cache: CacheConfig, element_bytes: int) -> int:
-    """Bytes of one page's codes and scales."""
-    page, k, v = cache.page_size, layer.k_dim, layer.v_dim
-    if cache.warm.codec == "none":
-        return page * (k + v) * element_bytes
-    # the element type of codes does not depend on the model's dtype, so any will do
-    import torch
-
-    total = 0
-    for shape, dtype in CODECS[cache.warm.codec].fields(page, k, v, torch.float32).values():
-        elements = 1
-        for size in shape:
-            elements *= size
-        total += elements * dtype.itemsize
-    return total
-
-
-def summary_bytes(layer: LayerGeometry) -> int:
-    """Centre and spread of a page's keys in int8, with a scale each."""
-    return 2 * (layer.k_dim + _SCALE_BYTES)
-
-
-def attended_bytes(arch: ModelArch, num_tokens: int, cache: CacheConfig, element_bytes: int) -> tuple[int, float]:
-    """(tokens attended per kv head, KV bytes read) by one sparse decode step at a context of ``num_tokens``."""
-    attended = min(num_tokens, cache.sparse.budget_for(num_tokens)) if cache.sparse.enabled else num_tokens
-    total = 0.0
-    for layer in arch.layers:
-        if layer.kind not in ("full", "sliding"):
-            total += layer.kv_bytes(num_tokens, element_bytes)
-            continue
-        tokens = attended if layer.window is None else min(attended, layer.window)
-        # a selected page may lie in the hot zone too; for a bound it is taken as coded
-        hot_tokens = cache.recent_tokens if attended < num_tokens else cache.hot_size
-        hot = min(tokens, hot_tokens + cache.sink_tokens)
-        coded = coded_page_bytes(layer, cache, element_bytes) / cache.page_size
-        scored = num_tokens / cache.page_size * summary_bytes(layer) if attended < num_tokens else 0
-        plain = (layer.k_dim + layer.v_dim) * element_bytes
-        total += layer.num_kv_heads * (hot * plain + (tokens - hot) * coded + scored)
-    return attended, total
+def _has_pages(layer: LayerGeometry) -> bool:
+    return layer.kind in ("full", "sliding") and layer.kv_source is None
 
 
 def _hot_pages(num_tokens: int, cache: CacheConfig) -> int:
@@ -90,6 +109,7 @@ def _hot_pages(num_tokens: int, cache: CacheConfig) -> int:
 
 
 def _kept_pages(cache: CacheConfig) -> int:
-    """Pages that a dropping policy keeps at most per kv head."""
-    warm = cache.warm_size or 0
-    return cache.num_sink_pages + cache.num_hot_pages + -(-warm // cache.page_size)
+    """Pages that a dropping policy keeps at most per kv head; a threshold alone sets no such limit."""
+    if cache.policy != "recent" and cache.warm_size is None:
+        return 1 << 60
+    return cache.num_sink_pages + cache.num_hot_pages + -(-(cache.warm_size or 0) // cache.page_size)
