@@ -39,7 +39,9 @@ def advise(
     here = next((step for step in steps if step.context_tokens == context), None)
     gain = max((here.max_gain, here.max_gain_batched or 1.0)) if here else None
     return Advice(
-        _verdict(context, saving, here, gain), _config(context, budget, capacities, gain), _notes(model, here)
+        _verdict(context, f"{tiers.name} {_memory(saving)}", saving, here, gain),
+        _config(context, budget, capacities, gain),
+        _notes(model, here),
     )
 
 
@@ -47,12 +49,8 @@ def _with_helps(verdict: str, helps: tuple[str, ...]) -> str:
     return f"{verdict} What does help: {'; '.join(helps)}." if helps else verdict
 
 
-def _verdict(context: int, saving: float, here: StepBytes | None, gain: float | None) -> str:
-    memory = (
-        f"At {context} tokens the cache takes {saving:.1f} times less memory in int8 tiers"
-        if saving >= _WORTH_IT
-        else f"At {context} tokens int8 tiers save next to no memory (factor {saving:.2f})"
-    )
+def _verdict(context: int, memory: str, saving: float, here: StepBytes | None, gain: float | None) -> str:
+    memory = f"At {context} tokens {memory}"
     if here is None or gain is None:
         return f"{memory}. Give --weights for the bound on speed."
     many = f" ({here.max_gain_batched:.2f} times with as many as fit)" if here.max_gain_batched else ""
@@ -62,6 +60,15 @@ def _verdict(context: int, saving: float, here: StepBytes | None, gain: float | 
     if gain < _WORTH_IT:
         return f"{memory}. There is little speed to win: {speed}; the weights come first (quantise them)."
     return f"{memory}, and {speed}. Measure it: gsm bench."
+
+
+def _memory(saving: float) -> str:
+    if saving >= _WORTH_IT:
+        return f"takes {saving:.1f} times less memory"
+    if saving * _WORTH_IT > 1:
+        return f"saves no memory worth naming (factor {saving:.2f})"
+    more = f"takes {1 / saving:.1f} times more memory than plain transformers"
+    return f"{more}, which keeps only the window of sliding layers"
 
 
 def _config(context: int, budget: int, capacities: tuple[Capacity, ...], gain: float | None) -> dict[str, Any]:
