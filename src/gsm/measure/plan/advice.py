@@ -39,7 +39,7 @@ def advise(
     here = next((step for step in steps if step.context_tokens == context), None)
     gain = max((here.max_gain, here.max_gain_batched or 1.0)) if here else None
     return Advice(
-        _verdict(context, f"{tiers.name} {_memory(saving)}", saving, here, gain),
+        _verdict(context, _memory(saving, tiers.name), saving, here, gain),
         _config(context, budget, capacities, gain),
         _notes(model, here),
     )
@@ -62,12 +62,12 @@ def _verdict(context: int, memory: str, saving: float, here: StepBytes | None, g
     return f"{memory}, and {speed}. Measure it: gsm bench."
 
 
-def _memory(saving: float) -> str:
+def _memory(saving: float, name: str) -> str:
     if saving >= _WORTH_IT:
-        return f"takes {saving:.1f} times less memory"
+        return f"the cache takes {saving:.1f} times less memory with {name}"
     if saving * _WORTH_IT > 1:
-        return f"saves no memory worth naming (factor {saving:.2f})"
-    more = f"takes {1 / saving:.1f} times more memory than plain transformers"
+        return f"the cache takes about as much memory with {name}"
+    more = f"the cache takes {1 / saving:.1f} times more memory with {name} than in plain transformers"
     return f"{more}, which keeps only the window of sliding layers"
 
 

@@ -124,7 +124,7 @@ def _capacities(
     else:
         caches = {name: load_config({"cache": {"warm": {"codec": name}}}).cache for name in ("int8", "int4")}
     for name, cache in caches.items():
-        title = name if config is not None else f"tiers with {name}"
+        title = name if config is not None else f"{name} tiers"
         rows.append(_capacity(title, cache, _in_tiers(arch, cache, element_bytes), context, budget))
     return rows
 
