@@ -15,12 +15,13 @@ from gsm.config.section import Section
 
 MethodName = Literal["window", "channel", "rotate"]
 Int8Mode = Literal["off", "weight_only", "dynamic", "static"]
-LayerChoice = Literal["high_kurtosis", "sensitivity", "all"]
+LayerChoice = Literal["auto", "high_kurtosis", "sensitivity", "all"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 _WORDS = {"target_layers": get_args(LayerChoice), "window_size": ("auto",), "alpha": ("search",)}
 
 MAX_STRENGTH, MIN_WINDOW, MAX_WINDOW = 0.3, 4, 16
+UNSAFE_MAX_WINDOW = 512  # what `allow_unsafe` allows: every request keeps this many rows per smoothed module
 
 
 class ShortRequest(Section):
@@ -53,7 +54,7 @@ class SmoothingConfig(Section):
     method: MethodName = "rotate"
     window_size: int | Literal["auto"] = 8
     smooth_strength: float = Field(default=0.1, ge=0.0, le=1.0)
-    target_layers: LayerChoice | tuple[str, ...] = "high_kurtosis"
+    target_layers: LayerChoice | tuple[str, ...] = "auto"  # auto: high_kurtosis for window, all sites otherwise
     precision: PrecisionName = "bf16"
     calibration_samples: int = Field(default=512, ge=1)
     sample_tokens: int = Field(default=256, ge=2)
@@ -94,8 +95,8 @@ class SmoothingConfig(Section):
         return self
 
     def _check_window(self, window: int | str, strength: float, where: str) -> None:
-        if isinstance(window, int) and window < 1:
-            raise ValueError(f"{where}window_size is {window}; a window holds at least one token")
+        if isinstance(window, int) and not 1 <= window <= UNSAFE_MAX_WINDOW:
+            raise ValueError(f"{where}window_size is {window}; a window holds 1 to {UNSAFE_MAX_WINDOW} tokens")
         if self.allow_unsafe:
             return
         if strength > MAX_STRENGTH:
@@ -118,5 +119,4 @@ class SmoothingConfig(Section):
         """The window of a request expected to reach ``num_tokens``: length / 16, at least 4, capped unless unsafe."""
         if isinstance(self.window_size, int):
             return self.window_size
-        window = max(MIN_WINDOW, num_tokens // 16)
-        return window if self.allow_unsafe else min(window, MAX_WINDOW)
+        return min(max(MIN_WINDOW, num_tokens // 16), UNSAFE_MAX_WINDOW if self.allow_unsafe else MAX_WINDOW)

@@ -46,7 +46,6 @@ class Int8Linear(nn.Module):
     """y = x w^T + b with int8 weights; activations rounded per row ("dynamic", "static") or not ("weight_only").
 
     ``rotation_block`` > 1: the input is rotated by a block-Hadamard matrix first, as the folded weight expects.
-    ``smoother``, if set, acts on the input before anything else.
     """
 
     def __init__(self, weight: Int8Weight, mode: Mode, rotation_block: int = 1) -> None:
@@ -77,7 +76,7 @@ class Int8Linear(nn.Module):
 
 
 class ProjectionGroup:
-    """One product for several projections of the same tensor. Not shared between threads: each has its own last input."""
+    """One product for several projections of the same tensor. Every thread has its own last input."""
 
     def __init__(self, linear: Int8Linear, sizes: list[int]) -> None:
         self.linear, self.sizes = linear, sizes
@@ -140,13 +139,14 @@ class Int8GatedMLP(nn.Module):
 class RotatedLinear(nn.Module):
     """A full-precision `Linear` whose weight expects a block-Hadamard rotation of its input."""
 
-    def __init__(self, linear: nn.Linear, rotation_block: int) -> None:
+    def __init__(self, linear: nn.Module, rotation_block: int) -> None:
         super().__init__()
         self.linear, self.rotation_block = linear, rotation_block
 
     @property
-    def weight(self) -> nn.Parameter:
-        return self.linear.weight
+    def weight(self) -> Tensor:
+        weight: Tensor = self.linear.get_parameter("weight")
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(_rotated(x, self.rotation_block))

@@ -222,11 +222,19 @@ def _f32(value: float) -> Any:
     return np.float32(value)
 
 
+@functools.cache
+def _most_threads() -> int:
+    from numba import config
+
+    most: int = vars(config)["NUMBA_NUM_THREADS"]
+    return most
+
+
 def _with_threads(kernel: Any, *args: Any) -> None:
     """Call a parallel kernel with as many threads as torch uses."""
     import numba
 
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    threads = min(torch.get_num_threads(), _most_threads())
     if numba.get_num_threads() != threads:
         numba.set_num_threads(threads)
     kernel(*args)

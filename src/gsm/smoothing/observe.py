@@ -10,7 +10,7 @@ gradients are asked for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ class SiteMoments:
 
     def add_gradient(self, x: Tensor, gradient: Tensor) -> None:
         """Take in the gradient of the loss at ``x``, and weigh the error of int8 rounding with its square."""
-        rows, grads = x.flatten(0, 1), gradient.flatten(0, 1)
+        rows, grads = x.flatten(0, -2), gradient.flatten(0, -2)
         if self.gradient is None:
             self.gradient = Moments(rows.shape[1])
         self.gradient.add(grads)
@@ -83,7 +83,8 @@ def observe(
     records: dict[str, SiteMoments] = {}
 
     def take(record_of: Callable[[int], SiteMoments], x: Tensor) -> None:
-        record_of(x.shape[-1]).add(x, num_sink_tokens)
+        # mixtures flatten batch and tokens; the reshape finds each sample's first tokens again
+        record_of(x.shape[-1]).add(x.reshape(-1, samples.shape[1], x.shape[-1]), num_sink_tokens)
 
     batch = max(1, _BATCH_TOKENS // samples.shape[1])
     with _watching(model, find_sites(model), records, take):
@@ -118,6 +119,27 @@ def observe_gradients(
             nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:]).backward()
             if progress is not None:
                 progress(index + 1, len(samples))
+
+
+@torch.no_grad()
+def capture_rows(model: nn.Module, samples: Tensor, keys: Sequence[str], num_rows: int = 128) -> dict[str, Tensor]:
+    """Some activation rows [num_rows, channels] float32 for each site key ("module:place"), evenly spread over samples.
+
+    One forward pass of at most `_BATCH_TOKENS` tokens; memory is ``num_rows`` rows per site.
+    """
+    wanted, rows = set(keys), {}
+
+    def take(record_of: Callable[[int], SiteMoments], x: Tensor) -> None:
+        key = record_of(x.shape[-1]).key
+        if key in wanted and key not in rows:
+            flat = x.detach().flatten(0, -2)
+            picks = torch.linspace(1, len(flat) - 1, min(num_rows, len(flat) - 1)).long()
+            rows[key] = flat[picks.to(flat.device)].float().cpu()
+
+    batch = samples[: max(1, _BATCH_TOKENS // samples.shape[1])]
+    with _watching(model, find_sites(model), {}, take):
+        _decoder(model)(input_ids=batch.to(_device(model)), use_cache=False)
+    return rows
 
 
 @contextlib.contextmanager
@@ -167,20 +189,16 @@ def observed_places(sites: Sites, model: nn.Module) -> list[tuple[str, str, str,
 
 def _input_hook(record_of: Any, take: Any) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        take(record_of, _as_batch(args[0] if args else kwargs["hidden_states"]))
+        take(record_of, args[0] if args else kwargs["hidden_states"])
 
     return hook
 
 
 def _output_hook(record_of: Any, take: Any) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        take(record_of, _as_batch(output[0] if isinstance(output, tuple) else output))
+        take(record_of, output[0] if isinstance(output, tuple) else output)
 
     return hook
-
-
-def _as_batch(x: Tensor) -> Tensor:
-    return x if x.dim() == 3 else x[None]
 
 
 def _decoder(model: nn.Module) -> Any:
