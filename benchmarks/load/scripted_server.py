@@ -84,8 +84,8 @@ class ScriptedServer:
                 self.requests.append(request)
                 if not await _write(writer, self._answer(request)):
                     break
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client went away, which is its right
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass  # the client went away, which is its right, or this server closes
         finally:
             writer.close()
 

@@ -1,7 +1,10 @@
 """The HTTP client against a scripted server on loopback."""
 
 import asyncio
+import importlib
+import itertools
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +94,24 @@ def test_the_clock_is_read_when_bytes_arrive() -> None:
     record, _ = ask(lambda _: Script([Step(0.0, event("", role="assistant")), Step(0.05, GOOD)]))
     (chunk,) = record.chunks
     assert 0.05 <= chunk.at_s - record.start_s < 5.0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/moved"])
+def test_a_request_starts_when_it_is_written_to_its_connection(path: str) -> None:
+    """What this client needed before that, here one tick, is queue time; a redirect does not start it anew."""
+    ticks = itertools.count(1)
+
+    def answer(request: Request) -> Script:
+        return once() if request.path == path else once(b"", status=307, headers={"Location": path})
+
+    async def main(url: str) -> RequestRecord:
+        async with LoadClient(Target(f"{url}/v1", model="m"), 1, clock=lambda: float(next(ticks))) as client:
+            return await client.send(Prompt("Hello", 7))
+
+    with ScriptedServer(answer) as server:
+        record = asyncio.run(main(server.url))
+    assert record.failure is None
+    assert (record.scheduled_s, record.start_s) == (1.0, 2.0)
 
 
 def test_whole_responses() -> None:
@@ -212,6 +233,17 @@ def test_a_server_that_lists_no_model_asks_for_a_name(answer: Script) -> None:
         prepare(lambda _: answer)
 
 
+def test_a_password_in_the_url_is_used_but_not_shown() -> None:
+    async def main(url: str) -> None:
+        async with LoadClient(Target(f"{url.replace('//', '//me:secret@')}/v1"), 1) as client:
+            await client.prepare()
+
+    with ScriptedServer(lambda _: once(b"", status=404)) as server, pytest.raises(MeasurementError) as caught:
+        asyncio.run(main(server.url))
+    assert server.requests[0].headers["authorization"].startswith("Basic ")
+    assert "secret" not in str(caught.value)
+
+
 def test_a_server_that_rejects_stream_options_is_measured_without() -> None:
     def answer(request: Request) -> Script:
         if "stream_options" in request.body:
@@ -228,3 +260,10 @@ def test_a_server_that_rejects_stream_options_is_measured_without() -> None:
 def test_a_server_that_rejects_everything_cannot_be_measured() -> None:
     with pytest.raises(MeasurementError, match="no such model"):
         prepare(lambda _: once(b'{"error": {"message": "no such model"}}', status=400, headers=JSON), model="m")
+
+
+def test_without_aiohttp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.delitem(sys.modules, "gsm.measure.load.client")
+    with pytest.raises(MeasurementError, match=r"pip install 'gsm-infer\[load\]'"):
+        importlib.import_module("gsm.measure.load.client")

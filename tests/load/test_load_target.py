@@ -41,7 +41,7 @@ def test_headers_and_body_fields() -> None:
     assert body == {"temperature": 0, "a": {"b": True, "c": "text"}, "stop": ["x"]}
 
 
-@pytest.mark.parametrize("item", ["novalue", "=x", ": x", "X-A: b\r\nX-B: c"])
+@pytest.mark.parametrize("item", ["novalue", "=x", ": x", "X-A: b\r\nX-B: c", "X A=1", "\u00e9=1"])
 def test_bad_headers_are_refused(item: str) -> None:
     with pytest.raises(ConfigError):
         parse_headers([item])

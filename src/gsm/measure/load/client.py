@@ -12,13 +12,13 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from gsm.errors import ConfigError, MeasurementError
 from gsm.measure.load.protocol import BadResponse, StreamReader, error_text, read_whole
 from gsm.measure.load.record import Failure, RequestRecord
-from gsm.measure.load.target import Target
+from gsm.measure.load.target import Target, without_credentials
 from gsm.measure.load.workload import Prompt
 
 try:
@@ -55,6 +55,7 @@ class LoadClient:
             headers={"User-Agent": "gsm-load", "Accept-Encoding": "identity", **self.target.headers},
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
+            trace_configs=[self._note_sending()],
             trust_env=yarl.URL(self.target.url).host not in _LOOPBACK,  # a proxy of the environment, never for loopback
         )
         return self
@@ -66,10 +67,10 @@ class LoadClient:
 
     async def send(self, prompt: Prompt, scheduled_s: float | None = None) -> RequestRecord:
         """Sends one request and reads its whole response; never raises for what the server does."""
-        start_s = self._clock()
-        record = RequestRecord(start_s if scheduled_s is None else scheduled_s, start_s)
+        now_s = self._clock()
+        record = RequestRecord(now_s if scheduled_s is None else scheduled_s, now_s)
         try:
-            async with self._open("POST", self.target.endpoint, self._payload(prompt)) as response:
+            async with self._open("POST", self.target.endpoint, self._payload(prompt), record) as response:
                 await self._read(response, record)
         except BadResponse as error:
             record.failure = error.failure
@@ -100,6 +101,21 @@ class LoadClient:
         if failure:
             raise MeasurementError(f"a first request to {self.target.shown_url} failed: {failure.message}")
         return notes
+
+    def _note_sending(self) -> aiohttp.TraceConfig:
+        """Sets a record's start when its body is written to the connection.
+
+        When many requests start together, the first waits for the event loop to prepare the last. That time is ours and
+        must not look like the server's: it goes to the queue time.
+        """
+
+        async def on_sent(_: object, context: SimpleNamespace, __: object) -> None:
+            if (record := context.trace_request_ctx) is not None:
+                record.start_s = self._clock()
+
+        config = aiohttp.TraceConfig()
+        config.on_request_chunk_sent.append(on_sent)
+        return config
 
     async def _try(self) -> Failure | None:
         return (await self.send(Prompt("Hello", 2))).failure
@@ -139,21 +155,25 @@ class LoadClient:
         reader.close(clock())
 
     @contextlib.asynccontextmanager
-    async def _open(self, method: str, url: str, data: bytes | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _open(
+        self, method: str, url: str, data: bytes | None = None, record: RequestRecord | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response to a request, redirects followed only to the same scheme, host and port."""
+        options: dict[str, Any] = {"allow_redirects": False, "trace_request_ctx": record}
+        if data is not None:
+            options |= {"data": data, "headers": {"Content-Type": "application/json"}}
         for _ in range(MAX_REDIRECTS + 1):
-            headers = {"Content-Type": "application/json"} if data is not None else {}
-            async with self._session.request(
-                method, url, data=data, headers=headers, allow_redirects=False
-            ) as response:
+            async with self._session.request(method, url, **options) as response:
                 if response.status not in (301, 302, 303, 307, 308):
                     yield response
                     return
                 url = _same_origin(response)
+                options["trace_request_ctx"] = None  # the time of the first sending counts
         raise BadResponse("redirect", f"more than {MAX_REDIRECTS} redirects, the last to {url}; give the final URL")
 
     async def _first_model(self) -> str:
         url = f"{self.target.url}/models"
+        shown = without_credentials(url)
         try:
             async with self._open("GET", url) as response:
                 body = await _limited(response.content, 4 << 20)
@@ -161,11 +181,11 @@ class LoadClient:
                     raise BadResponse("http", f"HTTP {response.status}: {error_text(body)}")
             model = json.loads(body)["data"][0]["id"]
         except BadResponse as error:
-            raise MeasurementError(f"no model name from {url}: {error}; give it with --model") from error
+            raise MeasurementError(f"no model name from {shown}: {error}; give it with --model") from error
         except (TimeoutError, asyncio.TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise MeasurementError(f"no answer from {url}: {_explain(error)[1]}; is the server running?") from error
+            raise MeasurementError(f"no answer from {shown}: {_explain(error)[1]}; is the server running?") from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise MeasurementError(f"{url} lists no model; give its name with --model") from error
+            raise MeasurementError(f"{shown} lists no model; give its name with --model") from error
         return str(model)
 
 

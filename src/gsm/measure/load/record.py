@@ -30,6 +30,7 @@ class Failure(NamedTuple):
 class RequestRecord:
     """Arrivals and counts of one request; all times on the client's monotonic clock, in seconds.
 
+    `start_s` is when the request's body was written to the connection (or, if that never happened, when it was to be).
     `end_s` is the last event that carried text or a finish reason (for a whole response: its last byte). Token counts
     are the server's own (`usage`) or None where it sent none.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -43,8 +44,7 @@ class Target:
     @property
     def shown_url(self) -> str:
         """The endpoint without credentials and query, fit for a report."""
-        parts = urlsplit(self.endpoint)
-        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        return without_credentials(self.endpoint)
 
     def describe(self) -> dict[str, Any]:
         """What a report may show: no value of a header that carries a secret."""
@@ -54,6 +54,12 @@ class Target:
             "body": dict(self.body),
             "timeout_s": self.timeout_s,
         }
+
+
+def without_credentials(url: str) -> str:
+    """The URL with neither user and password nor query."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def is_secret_header(name: str) -> bool:
@@ -89,7 +95,7 @@ def parse_headers(items: tuple[str, ...] | list[str]) -> dict[str, str]:
     for item in items:
         cut = min((at for at in (item.find(":"), item.find("=")) if at > 0), default=0)
         name, value = item[:cut].strip(), item[cut + 1 :].strip()
-        if not cut or not name or any(ord(c) < 32 for c in item):
+        if not re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", name, re.ASCII) or any(ord(c) < 32 for c in value):
             raise ConfigError(f"{item!r} is no header; write NAME=VALUE")
         headers[name] = value
     return headers
@@ -111,7 +117,7 @@ def parse_body(items: tuple[str, ...] | list[str]) -> dict[str, Any]:
 
 
 def is_url(text: str) -> bool:
-    return text.startswith(("http://", "https://"))
+    return text.lower().startswith(("http://", "https://"))
 
 
 def parse_arm(target: Target, arm: str) -> Target:
