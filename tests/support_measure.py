@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from conftest import build_tiny_model
 
+from conftest import build_tiny_model
 from gsm.models import resolve_source
 from gsm.quality import SessionStats
 

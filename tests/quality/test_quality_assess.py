@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support_measure import RuleArm
 
 from gsm.errors import InputError
 from gsm.quality import Assessment, QualityPlan, WindowPlan
+from support_measure import RuleArm
 
 
 def noisy_arm(name: str, scale: float) -> RuleArm:

@@ -4,12 +4,12 @@ import re
 
 import pytest
 import torch
-from support_measure import RuleArm
 
 from gsm.errors import InputError
 from gsm.models import LoadedModel
 from gsm.quality import Assessment, NeedlePlan, QualityPlan, encode, load_thirds, needles
 from gsm.quality.needles import QUESTION, _hide, _make_needles
+from support_measure import RuleArm
 
 PLAN = NeedlePlan(600, per_depth=3, facts_per_depth=2)
 

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support_measure import RuleArm
 
 from gsm.errors import InputError
 from gsm.quality import PlainArm, WindowPlan, teacher_forced
 from gsm.quality.teacher_forced import _starts
+from support_measure import RuleArm
 
 
 def scores_of(reference, arm, ids, plan):
@@ -50,9 +52,7 @@ def test_every_forced_token_is_one_step_after_one_prefill() -> None:
     assert [i for _, ids in calls for i in ids] == [i % 8 for i in range(18)]
 
 
-@given(
-    text=st.integers(1, 5000), prompt=st.integers(1, 600), windows=st.integers(1, 20), shared=st.integers(1, 4)
-)
+@given(text=st.integers(1, 5000), prompt=st.integers(1, 600), windows=st.integers(1, 20), shared=st.integers(1, 4))
 def test_no_token_is_scored_twice(text: int, prompt: int, windows: int, shared: int) -> None:
     plan = WindowPlan(prompt, windows, window_tokens=32, windows_per_prefill=shared)
     try:
@@ -61,7 +61,7 @@ def test_no_token_is_scored_twice(text: int, prompt: int, windows: int, shared: 
         return
     scored = [range(s + prompt, s + prompt + 32 * shared) for s in starts]
     assert len(starts) == -(-windows // shared)
-    assert all(a.stop <= b.start for a, b in zip(scored, scored[1:], strict=False))
+    assert all(a.stop <= b.start for a, b in itertools.pairwise(scored))
     assert starts[-1] + plan.fed_tokens + 1 <= text
 
 

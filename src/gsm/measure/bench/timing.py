@@ -40,8 +40,8 @@ def memory_bandwidth(device: torch.device) -> float:
     The kernel decides this more than the memory chips do, so use the one that decoding is made of.
     """
     columns = 4096
-    matrix = torch.rand(_BANDWIDTH_BYTES // 4 // columns, columns, device=device)
-    vector = torch.rand(columns, device=device)
+    matrix = torch.ones(_BANDWIDTH_BYTES // 4 // columns, columns, device=device)  # not zeros: those share one page
+    vector = torch.ones(columns, device=device)
     wait = _synchroniser(device)
     best = float("inf")
     for _ in range(_BANDWIDTH_REPEATS):
