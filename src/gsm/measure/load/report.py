@@ -137,7 +137,10 @@ def _notes_on_the_end(result: Mapping[str, Any]) -> list[str]:
 
 def _notes_on_samples(result: Mapping[str, Any]) -> list[str]:
     notes = []
-    few = [name for name in METRICS if 0 < result[f"num_{name}_samples"] < MIN_SAMPLES_FOR_P99 and name != "queue"]
+    shown = [name for name in METRICS if name != "queue"]
+    if not result["num_ttft_reasoning_samples"]:
+        shown.remove("ttft_answer")  # the same as ttft then
+    few = [name for name in shown if 0 < result[f"num_{name}_samples"] < MIN_SAMPLES_FOR_P99]
     if few:
         notes.append(
             f"P99 of {', '.join(few)} rests on fewer than {MIN_SAMPLES_FOR_P99} samples: little more than the maximum"
