@@ -104,7 +104,7 @@ class Cache(TransformersCache):
         length = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self.num_columns + length, 0
 
-    def get_max_length(self) -> int:
+    def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
@@ -117,6 +117,18 @@ class Cache(TransformersCache):
     @property
     def is_sliding(self) -> list[bool]:
         return [False]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False]  # an empty list would read as "all linear" and generate would feed the whole prompt again
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [False]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.slots) or -1
 
     def crop(self, max_length: int) -> None:
         """Remove `-max_length` columns from the end, or (older meaning) keep the first `max_length`."""

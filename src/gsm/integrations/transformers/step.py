@@ -35,8 +35,8 @@ class AttentionStep:
         for index, span in enumerate(self.kv.spans):
             columns = slice(span.start, span.start + span.num_tokens)
             history = self.kv.span_view(layer, index) if self.kv.past_lens[index] else None
-            q_k_v = (x[span.row, :, columns] for x in (query, k, v))
-            out[span.row, columns] = prefill_attention(*q_k_v, history, spec).transpose(0, 1)
+            q, new_k, new_v = (x[span.row, :, columns] for x in (query, k, v))
+            out[span.row, columns] = prefill_attention(q, new_k, new_v, history, spec).transpose(0, 1)
         return out
 
     def _decode(self, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
