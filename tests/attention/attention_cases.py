@@ -11,6 +11,7 @@ from gsm.config import CacheConfig
 from gsm.core.batch import Span
 from gsm.core.view import AttentionSpec, KVView, Selection
 from gsm.kv.manager import KVManager
+from gsm.kv.removal import removal_code
 
 LAYER = 1  # of two: the table's row must be respected
 
@@ -86,7 +87,7 @@ def _drop(manager: KVManager, slots: list[int], share: float, generator: torch.G
             shape = (len(group.rows), group.geometry.num_kv_heads, state.demoted.stop)
             gone = torch.rand(shape, generator=generator) < share
             gone[:, :, : state.demoted.start] = False
-            group.drop(slot, gone, state.demoted)
+            group.drop(slot, gone, state.demoted, removal_code(state.num_tokens, "recent"))
     manager.check_integrity()
 
 

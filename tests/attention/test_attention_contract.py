@@ -14,8 +14,9 @@ from gsm.attention.reference import ReferenceAttention
 from gsm.core.batch import Span
 from gsm.core.view import AttentionSpec, Selection
 from gsm.errors import KVError
+from gsm.kv.removal import removal_code
 
-BACKENDS = ("reference", "torch")  # the one list to extend
+BACKENDS = ("reference", "torch", "numba")  # the one list to extend
 SPEC = AttentionSpec(scale=0.25)
 REFERENCE = ReferenceAttention()
 
@@ -155,7 +156,7 @@ def test_pages_that_begin_with_a_gap(kernel: DecodeAttention) -> None:
         state = manager.sequences[slot]
         gone = torch.zeros(2, 2, state.demoted.stop, dtype=torch.bool)
         gone[:, slot, 3:5] = True
-        group.drop(slot, gone, state.demoted)
+        group.drop(slot, gone, state.demoted, removal_code(state.num_tokens, "recent"))
         manager.crop(slot, 55 + slot)  # inside page 3
         assert group.has_skips
     fresh = make_case((4, 3), seed=9)

@@ -280,7 +280,7 @@ def test_recent_keeps_sinks_and_the_hot_zone_only(page_size: int) -> None:
     store = Store(page_size=page_size, hot_size=16, sink_tokens=2, policy="recent", cold="drop")
     slot = store.manager.add_sequence()
     expected = Tokens.none()
-    for length in (50, 1, 1, 1, 30, 3):
+    for length in (50, 1, 1, 1, 30, 3, 1):
         k, v = random_tokens(length, store.generator)
         append(store.manager, {slot: (k, v)})
         expected = expected.plus(k, v)

@@ -2,6 +2,6 @@
 
 from gsm.attention.base import DecodeAttention, DecodeResult
 from gsm.attention.factory import make_attention
-from gsm.attention.prefill import prefill_attention
+from gsm.attention.prefill import prefill_attention, prefill_page_mass
 
-__all__ = ["DecodeAttention", "DecodeResult", "make_attention", "prefill_attention"]
+__all__ = ["DecodeAttention", "DecodeResult", "make_attention", "prefill_attention", "prefill_page_mass"]

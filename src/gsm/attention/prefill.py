@@ -17,15 +17,9 @@ def prefill_attention(query: Tensor, k: Tensor, v: Tensor, history: KVView | Non
     `query [num_query_heads, T, k_dim]`, `k [H, T, k_dim]`, `v [H, T, v_dim]`; `history` shows the sequence before
     these tokens, or is None. Returns `[num_query_heads, T, v_dim]`.
     """
-    num_past = 0
     mask: Tensor | None = None
     if history is not None and history.max_pages > 0:
-        pages, ids = all_pages(history)
-        past_k, past_v = (x[0] for x in history.read(ids))
-        seen = visible_tokens(pages, history, None)[0]  # [H, S]
-        position = _positions(pages, history.page_size)[0]
-        past_v.masked_fill_(~seen.unsqueeze(-1), 0.0)
-        past_k.masked_fill_(~seen.unsqueeze(-1), 0.0)
+        past_k, past_v, seen, position = _past(history)
         num_past = int(history.seq_lens[0])
         mask = _history_mask(seen, position, num_past, query.shape[1], spec.window)
         k, v = torch.cat((past_k, k), dim=1), torch.cat((past_v, v), dim=1)
@@ -34,6 +28,58 @@ def prefill_attention(query: Tensor, k: Tensor, v: Tensor, history: KVView | Non
     if spec.softcap is None and spec.sink_logits is None:
         return _fused(query, k, v, mask, spec.scale)
     return _explicit(query, k, v, mask, spec)
+
+
+def prefill_page_mass(
+    query: Tensor,
+    k: Tensor,
+    history: KVView | None,
+    spec: AttentionSpec,
+    queries: slice,
+    num_observations: int,
+    page_size: int,
+) -> Tensor:
+    """Attention mass of every logical page for some of the new tokens, float32 `[N, H, pages]`, N <= num_observations.
+
+    Arguments as in `prefill_attention`; `queries` names the new tokens that are observed. The mass of one token is the
+    largest sum of softmax weights over the query heads of a kv head; neighbouring tokens are averaged into N
+    observations, oldest first.
+    """
+    length, num_past = k.shape[1], 0
+    new_position = torch.arange(length, device=k.device).expand(k.shape[0], -1)
+    past = torch.zeros(k.shape[0], 0, dtype=torch.bool, device=k.device)
+    if history is not None and history.max_pages > 0:
+        past_k, _, past, past_position = _past(history)
+        num_past = int(history.seq_lens[0])
+        k = torch.cat((past_k, k), dim=1)
+        new_position = torch.cat((past_position, new_position + num_past), dim=1)
+    rows = torch.arange(length, device=k.device)[queries]
+    distance = (num_past + rows).view(1, -1, 1) - new_position.unsqueeze(1)  # [H, Q, S + T]
+    allowed = distance >= 0
+    if spec.window is not None:
+        allowed &= distance < spec.window
+    allowed[..., : past.shape[1]] &= past.unsqueeze(1)
+    logits = _logits(query[:, queries].unflatten(0, (k.shape[0], -1)), k, spec)
+    logits = logits.masked_fill(~allowed.unsqueeze(1), -torch.inf)
+    sinks = spec.sink_logits.repeat_interleave(len(rows)) if spec.sink_logits is not None else None
+    weights = masked_softmax(logits.flatten(1, 2).unsqueeze(0), sinks)[0].view_as(logits)  # [H, G, Q, S + T]
+    num_pages = -(-(num_past + length) // page_size)
+    by_page = weights.new_zeros(*weights.shape[:3], num_pages)
+    page = (new_position // page_size).clamp_(0, num_pages - 1)
+    by_page.scatter_add_(-1, page.view(page.shape[0], 1, 1, -1).expand_as(weights), weights)
+    mass = by_page.amax(dim=1)  # [H, Q, pages]
+    groups = mass.tensor_split(min(num_observations, len(rows)), dim=1)
+    return torch.stack([group.mean(dim=1) for group in groups])
+
+
+def _past(history: KVView) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Stored `k [H, S, k_dim]`, `v [H, S, v_dim]`, bool `[H, S]`: a token is there, and its position `[H, S]`."""
+    pages, ids = all_pages(history)
+    k, v = (x[0] for x in history.read(ids))
+    seen = visible_tokens(pages, history, None)[0]
+    k.masked_fill_(~seen.unsqueeze(-1), 0.0)
+    v.masked_fill_(~seen.unsqueeze(-1), 0.0)
+    return k, v, seen, _positions(pages, history.page_size)[0]
 
 
 def _positions(pages: Tensor, page_size: int) -> Tensor:
@@ -77,12 +123,15 @@ def _fused(query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
 def _explicit(query: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
     """For soft-caps and sink logits, which torch's fused kernel does not know."""
     length = query.shape[1]
-    grouped = query.unflatten(0, (k.shape[0], -1))  # [H, G, T, d]
-    logits = (grouped @ k.unsqueeze(1).transpose(-1, -2)).float() * spec.scale
-    if spec.softcap is not None:
-        logits = torch.tanh(logits / spec.softcap) * spec.softcap
+    logits = _logits(query.unflatten(0, (k.shape[0], -1)), k, spec)
     allowed = _new_mask(length, None, query.device).unsqueeze(0) if mask is None else mask
     logits = logits.masked_fill(~allowed.unsqueeze(1), -torch.inf)
     sinks = spec.sink_logits.repeat_interleave(length) if spec.sink_logits is not None else None
     weights = masked_softmax(logits.flatten(1, 2).unsqueeze(0), sinks)[0].view_as(logits)
     return (weights.to(v.dtype) @ v.unsqueeze(1)).flatten(0, 1)
+
+
+def _logits(grouped: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
+    """float32 `[H, G, T, S]` of `grouped [H, G, T, d]` and `k [H, S, d]`."""
+    logits = (grouped @ k.unsqueeze(1).transpose(-1, -2)).float() * spec.scale
+    return logits if spec.softcap is None else torch.tanh(logits / spec.softcap) * spec.softcap

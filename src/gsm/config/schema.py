@@ -64,7 +64,13 @@ class CacheConfig(Section):
     sink_tokens: int = Field(default=4, ge=0)
     recent_tokens: int = Field(default=128, ge=1)
     observation_window: int = Field(default=8, ge=1)
-    stats_max_history: int = Field(default=64, ge=1)
+    stats_max_history: int = Field(default=64, ge=1, le=128)
+    mass_decay: float | None = Field(
+        default=None, gt=0.0, lt=1.0, description="weight of the past in a decayed average; replaces the window"
+    )
+    sink_mass: float | None = Field(
+        default=None, gt=0.0, lt=1.0, description="pages with at least this attention mass are never cold"
+    )
     policy: PolicyName = "keep_all"
     threshold: float | None = Field(default=None, ge=0.0, lt=1.0)
     threshold_relative: float | None = Field(default=None, ge=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class KVView:
     Positions are logical: token t of a sequence lies in logical page t // page_size, whatever was dropped.
     """
 
-    table: Tensor  # int32 [num_slots, H, page_capacity]: logical page -> page id, -1 = dropped or not there
+    table: Tensor  # int32 [num_slots, H, page_capacity]: logical page -> page id, negative = dropped or not there
     slots: Tensor  # int64 [B]: rows of `table`
     seq_lens: Tensor  # int64 [B]: tokens per sequence, those of the current step included
     max_pages: int  # logical pages of the longest sequence
@@ -50,17 +51,18 @@ class KVView:
     warm: Fields | None
     codec: Codec
     scorer: Scorer
+    scratch: dict[str, Any]  # back ends keep here what they derive from the pools; lives as long as these
     has_skips: bool = False  # the first records["skip"] slots of some page hold no token
 
     def page_ids(self) -> Tensor:
-        """Page ids int64 `[B, H, max_pages]`; -1 where there is no page."""
+        """Page ids int64 `[B, H, max_pages]`; negative where there is no page."""
         ids = self.table[self.slots, :, : self.max_pages].long()
         page = torch.arange(self.max_pages, device=ids.device)
         beyond = page >= -(-self.seq_lens // self.page_size).unsqueeze(-1)
         return ids.masked_fill(beyond.unsqueeze(1), -1)
 
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of pages `ids [..., S]` as `k [..., S * page_size, k_dim]`, `v [...]`; zeros where the id is -1."""
+        """Tokens of pages `ids [..., S]` as `k [..., S * page_size, k_dim]`, `v [...]`; zeros where the id is negative."""
         flat = ids.reshape(-1)
         if self.warm is None:
             rows = self.records["hot"][flat.clamp_min(0)].long()
@@ -85,7 +87,7 @@ class KVView:
         return k, v
 
     def summaries(self, ids: Tensor) -> Summary:
-        """Summaries `[...]` of pages `ids [...]` (any value where the id is -1 or the page is not complete)."""
+        """Summaries `[...]` of pages `ids [...]` (any value where the id is negative or the page is not complete)."""
         rows = {name: self.records[name][ids.clamp_min(0)] for name in SUMMARY_FIELDS}
         return Summary(
             rows["center"].float() * rows["center_scale"].float().unsqueeze(-1),

@@ -9,15 +9,17 @@ one sequence start with pages at the same places and may lose pages one by one. 
   was coded stays in full precision for the rest of its life, so that no token is ever quantised a second time.
 
 `skip` counts the leading slots of a page that hold no token: a crop into a dropped page opens an empty one in its
-place, and what was dropped stays dropped.
+place, and what was dropped stays dropped. Where a page was dropped the table says when and why (`removal`).
 
 Everything here works on all layers and heads at once; nothing loops over layer x head x page.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from torch import Tensor
 from gsm.core.codec import CODECS, FieldSpec, quantise_symmetric
 from gsm.core.scorers import Scorer
 from gsm.core.view import KVView
+from gsm.kv.mass import MassStatistics
 from gsm.kv.pool import UnitPool, lasting
 
 _BLOCK = 1024  # pages worked on at once when many complete or demote together: bounds temporary memory
@@ -44,17 +47,30 @@ class Geometry:
 class StreamGroup:
     """Pools and page table of the layers of one geometry."""
 
-    def __init__(self, geometry: Geometry, page_size: int, codec: str, scorer: Scorer, num_layers: int) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        page_size: int,
+        codec: str,
+        scorer: Scorer,
+        num_layers: int,
+        statistics: MassStatistics | None = None,
+    ) -> None:
         self.geometry = geometry
         self.page_size = page_size
         self.codec = CODECS[codec]
         self.scorer = scorer
+        self.statistics = statistics
         self.rows: dict[int, int] = {}  # layer index -> row of the table
         self.has_holes = False
+        self.scratch: dict[str, Any] = {}
         self.has_skips = False
+        self.gaps: dict[int, int] = {}  # page id -> the removal that explains its skipped slots
+        self.nonfinite: Counter[int] = Counter()  # layer -> completed pages with an inf or a NaN
         g = geometry
         plain = CODECS["none"].fields(page_size, g.k_dim, g.v_dim, g.dtype)
-        self.pages = UnitPool(_record_spec(g.k_dim), g.device, capacity=0)
+        records = _record_spec(g.k_dim) | (statistics.fields if statistics is not None else {})
+        self.pages = UnitPool(records, g.device, capacity=0)
         self.hot = UnitPool(plain, g.device, capacity=0)
         coded = self.codec.fields(page_size, g.k_dim, g.v_dim, g.dtype)
         self.warm = UnitPool(coded, g.device, capacity=0) if codec != "none" else None
@@ -101,16 +117,26 @@ class StreamGroup:
         records["hot_refs"][ids] = 1
         records["skip"][ids] = 0
         records["reopened"][ids] = False
+        if self.statistics is not None:
+            records["observed"][ids] = 0
         return ids
 
     def complete(self, slot: int, first: int, last: int) -> None:
-        """Summarise the keys of full pages [first, last) of a slot."""
+        """Summarise the keys of full pages [first, last) of a slot, and look for numbers that are not finite."""
         records = self.pages.fields
         for ids in _blocks(self.ids(slot, first, last)):
-            summary = self.scorer.summarise(self.hot.fields["k"][records["hot"][ids].long()])
+            units = records["hot"][ids].long()
+            summary = self.scorer.summarise(self.hot.fields["k"][units])
             records["center"][ids], records["center_scale"][ids] = quantise_symmetric(summary.center)
             records["detail"][ids], records["detail_scale"][ids] = quantise_symmetric(summary.detail)
             records["radius"][ids] = summary.radius.half()
+            totals = summary.center.sum(-1) + self.hot.fields["v"][units].float().sum((1, 2))
+            if not bool(totals.isfinite().all()):
+                self._note_nonfinite(slot, ids[~totals.isfinite()])
+
+    def _note_nonfinite(self, slot: int, ids: Tensor) -> None:
+        per_row = torch.isin(self.table[slot, : len(self.rows)], ids.int()).sum((1, 2)).tolist()
+        self.nonfinite.update({layer: per_row[row] for layer, row in self.rows.items() if per_row[row]})
 
     def demote(self, slot: int, first: int, last: int) -> int:
         """A slot no longer needs pages [first, last) in full precision; returns how many pages really went down."""
@@ -148,12 +174,16 @@ class StreamGroup:
         self._release(self.ids(slot, max(first, demoted.start), min(last, demoted.stop)), wants_hot=False)
         self._release(self.ids(slot, max(first, demoted.stop), last), wants_hot=True)
         self.table[slot, :, :, first:last] = -1
+        if self.pages.num_used == 0:
+            self.has_holes = self.has_skips = False
 
     def _release(self, ids: Tensor, wants_hot: bool) -> None:
         if len(ids) == 0:
             return
         records = self.pages.fields
         freed = self.pages.release(ids)
+        for page_id in freed.tolist() if self.gaps else ():
+            self.gaps.pop(page_id, None)
         hot, warm = records["hot"][freed], records["warm"][freed]
         self.hot.release(hot[hot >= 0].long())
         if self.warm is not None:
@@ -162,8 +192,11 @@ class StreamGroup:
                 survivors = ids[self.pages.refs[ids] > 0]
                 self._leave_hot(survivors[records["hot"][survivors] >= 0])
 
-    def drop(self, slot: int, stream_mask: Tensor, demoted: range) -> int:
-        """Forget pages: `stream_mask [rows, H, pages]` is true where a page of a stream goes. Returns their number."""
+    def drop(self, slot: int, stream_mask: Tensor, demoted: range, code: int) -> int:
+        """Forget pages: `stream_mask [rows, H, pages]` is true where a page of a stream goes. Returns their number.
+
+        The table remembers `code` (see `removal`) in their place.
+        """
         pages = stream_mask.shape[-1]
         held = self.table[slot, : len(self.rows), :, :pages]
         gone = stream_mask & (held >= 0)
@@ -171,10 +204,14 @@ class StreamGroup:
         was_demoted = (page >= demoted.start) & (page < demoted.stop)
         for wants_hot, subset in ((False, gone & was_demoted), (True, gone & ~was_demoted)):
             self._release(held[subset].long(), wants_hot)
-        held[gone] = -1
+        held[gone] = code
         num_dropped = int(gone.sum())
         self.has_holes |= num_dropped > 0
         return num_dropped
+
+    def num_dropped(self, slot: int, num_pages: int) -> int:
+        """Pages among the first `num_pages` of a slot that were dropped, summed over streams."""
+        return int((self.table[slot : slot + 1, : len(self.rows), :, :num_pages] < -1).sum())
 
     # -- sharing -----------------------------------------------------------------------------------------------
 
@@ -210,9 +247,12 @@ class StreamGroup:
         skip[ids] = skip[ids].clamp_max(num_kept)
         if len(ids) < held.numel():
             empty = self._new_pages(held.numel() - len(ids))
+            skip = self.pages.fields["skip"]  # the pool may have grown
             skip[empty] = num_kept
+            if num_kept > 0:
+                self.has_skips = True
+                self.gaps.update(zip(empty.tolist(), held[~present].tolist(), strict=True))
             held[~present] = empty.int()
-            self.has_skips |= num_kept > 0
         return num_coded
 
     def _copy(self, ids: Tensor) -> Tensor:
@@ -222,6 +262,9 @@ class StreamGroup:
         for field in records.values():
             field[copies] = field[ids]
         records["reopened"][copies] |= records["hot"][ids] < 0
+        for source, copy in zip(ids.tolist(), copies.tolist(), strict=True) if self.gaps else ():
+            if source in self.gaps:
+                self.gaps[copy] = self.gaps[source]
         self._attach_hot(copies, k, v)
         return copies
 
@@ -255,6 +298,27 @@ class StreamGroup:
         self.hot.fields["v"][units] = 0
         self.pages.fields["hot"][ids] = units.int()
 
+    # -- attention mass ----------------------------------------------------------------------------------------
+
+    def places(self, layer: int, slots: Tensor, pages: Tensor) -> Tensor:
+        """Flat places in the table of logical pages `[B, H, S]` of a layer, int64; -1 where a page is negative."""
+        _, layers, heads, capacity = self.table.shape
+        head = torch.arange(heads, device=pages.device)
+        stream = (slots.view(-1, 1) * layers + self.rows[layer]) * heads + head
+        return (pages + stream.unsqueeze(-1) * capacity).masked_fill(pages < 0, -1)
+
+    def observe(self, places: Tensor, mass: Tensor) -> None:
+        """Record `mass [N]` for the pages at flat table `places [N]` that are still there."""
+        if self.statistics is None:
+            return
+        ids = self.table.view(-1)[places.clamp_min(0)].long()
+        there = (ids >= 0) & (places >= 0)
+        self.statistics.record(self.pages.fields, ids[there], mass[there])
+
+    def mean_mass(self, entries: Tensor) -> Tensor | None:
+        """float32 mass of table entries `[...]`, NaN where there is no page or no observation; None if not kept."""
+        return self.statistics.mean(self.pages.fields, entries) if self.statistics is not None else None
+
     # -- reading -----------------------------------------------------------------------------------------------
 
     def layer_view(self, layer: int, slots: Tensor, seq_lens: Tensor, max_pages: int) -> KVView:
@@ -274,6 +338,7 @@ class StreamGroup:
             warm=self.warm.fields if self.warm is not None else None,
             codec=self.codec,
             scorer=self.scorer,
+            scratch=self.scratch,
         )
 
 

@@ -1,15 +1,16 @@
 """Every KV byte: sequences, their pages and tiers.
 
 A forward pass is a `KVStep`: `begin` opens the pages the new tokens need, every layer calls `write`, attention reads
-through `view`, and `commit` summarises completed pages, demotes what left the hot zone and applies the policy. `abort`
-takes a step back, so that an exception in the middle of a model leaves the store as it was.
+through `view`, and `commit` records attention mass, summarises completed pages, drops what the policy calls cold and
+demotes what left the hot zone. `abort` takes a step back, so that an exception in the middle of a model leaves the
+store as it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,9 +20,13 @@ from gsm.core.batch import Span
 from gsm.core.scorers import make_scorer
 from gsm.errors import KVError
 from gsm.kv.group import Geometry, StreamGroup
-from gsm.kv.policies import PageFacts, make_policy
+from gsm.kv.mass import MassStatistics
+from gsm.kv.policies import PageFacts, beyond, make_policy
+from gsm.kv.removal import removal_code
 from gsm.kv.report import KVStats, collect
-from gsm.kv.step import KVStep
+from gsm.kv.step import MAX_DRAFT_TOKENS, KVStep
+
+_JUDGE_EVERY_TOKENS = 16  # how often a policy that needs attention mass judges
 
 
 @dataclass(slots=True)
@@ -32,6 +37,9 @@ class SequenceState:
     num_complete: int = 0  # full pages whose keys are summarised
     demoted: range = range(0)  # pages this sequence no longer needs in full precision
     owns_last: bool = True  # the last page, if it is not full, is surely nobody else's and writable
+    num_judged: int = 0  # length at which the policy last judged
+    num_dropped: int = 0  # pages dropped below the current length, summed over layers and heads
+    unsettled: bool = False  # the last step may still be cropped
 
 
 class KVManager:
@@ -45,12 +53,15 @@ class KVManager:
         self.num_layers = num_layers
         self.max_pages = max_pages
         self.policy = make_policy(config)
+        self.needs_mass = self.policy.needs_mass or config.sink_mass is not None
+        self.statistics = MassStatistics(config.observation_window, config.mass_decay) if self.needs_mass else None
         self.scorer = make_scorer(config.sparse.scorer, config.sparse.sigma)
         self.groups: list[StreamGroup] = []
         self.sequences: dict[int, SequenceState] = {}
         self.counters = {"demoted": 0, "dropped": 0, "reopened": 0}
         self.attended_tokens = 0.0  # summed over decode steps, sequences and layers, averaged over heads
         self.attended_samples = 0
+        self.recalled_tokens = 0.0  # of those, older than the hot zone
         self._group_of: dict[int, StreamGroup] = {}
 
     # -- sequences ---------------------------------------------------------------------------------------------
@@ -66,8 +77,8 @@ class KVManager:
         """A second sequence with the same tokens; pages are shared until one of them writes."""
         source = self._sequence(slot)
         target = self.add_sequence()
-        source.owns_last = False
-        self.sequences[target] = SequenceState(source.num_tokens, source.num_complete, source.demoted, owns_last=False)
+        source.owns_last = False  # nor does the twin
+        self.sequences[target] = replace(source)
         for group in self.groups:
             group.fit_table(target + 1, self._num_pages(source.num_tokens))
             group.share(slot, target, self._num_pages(source.num_tokens), source.demoted)
@@ -97,10 +108,20 @@ class KVManager:
         state.demoted = range(start, max(start, min(state.demoted.stop, full_pages)))
         state.num_complete = min(state.num_complete, full_pages)
         state.num_tokens = num_tokens
+        state.num_judged = min(state.num_judged, num_tokens)
+        state.num_dropped = sum(group.num_dropped(slot, new_pages) for group in self.groups if state.num_dropped)
         state.owns_last = False
 
     def num_tokens(self, slot: int) -> int:
+        """Logical length: dropped tokens count."""
         return self._sequence(slot).num_tokens
+
+    def num_kept_tokens(self, slot: int) -> int:
+        """Tokens a head still holds on average."""
+        state = self._sequence(slot)
+        streams = sum(group.streams_per_slot for group in self.groups)
+        dropped = state.num_dropped * self.config.page_size // max(1, streams)
+        return state.num_tokens - min(dropped, state.num_tokens)
 
     # -- one forward pass --------------------------------------------------------------------------------------
 
@@ -125,7 +146,7 @@ class KVManager:
         group = next((g for g in self.groups if g.geometry == geometry), None)
         if group is None:
             c = self.config
-            group = StreamGroup(geometry, c.page_size, c.warm.codec, self.scorer, self.num_layers)
+            group = StreamGroup(geometry, c.page_size, c.warm.codec, self.scorer, self.num_layers, self.statistics)
             self.groups.append(group)
         row = group.add_layer(layer)
         if self.max_pages is not None:
@@ -154,8 +175,12 @@ class KVManager:
         """The step is over: its tokens count from now on."""
         for span in spans:
             state = self._sequence(span.slot)
+            continues = state.num_tokens > 0 and span.num_tokens <= MAX_DRAFT_TOKENS
             state.num_tokens += span.num_tokens
-            self._settle(span.slot, state)
+            if continues and span.num_tokens > 1:
+                state.unsettled = True
+            else:
+                self._settle(span.slot, state, decoding=continues)
 
     def abort(self, spans: Seq[Span]) -> None:
         """Take back the pages that `begin` opened for `spans`."""
@@ -163,32 +188,59 @@ class KVManager:
 
     # -- tiers -------------------------------------------------------------------------------------------------
 
-    def _settle(self, slot: int, state: SequenceState) -> None:
-        """Summaries for completed pages, then demotion, then the policy."""
+    def _settle(self, slot: int, state: SequenceState, decoding: bool) -> None:
+        """Summaries for completed pages, then the policy, then demotion of what it left."""
+        state.unsettled = False
         num_full = state.num_tokens // self.config.page_size
-        if num_full <= state.num_complete:
-            return
-        for group in self.groups:
-            group.complete(slot, state.num_complete, num_full)
-        state.num_complete = num_full
-        hot_start = max(0, state.num_tokens - self.config.hot_size) // self.config.page_size
-        stop = state.demoted.stop
+        if num_full > state.num_complete:
+            for group in self.groups:
+                group.complete(slot, state.num_complete, num_full)
+            state.num_complete = num_full
+        first, stop = state.demoted.start, state.demoted.stop
+        hot_start = max(stop, (state.num_tokens - self.config.hot_size) // self.config.page_size)
+        if self._is_time_to_judge(state, hot_start, decoding):
+            self._judge(slot, state, first, hot_start)
         if hot_start > stop:
             for group in self.groups:
                 self.counters["demoted"] += group.demote(slot, stop, hot_start)
-            state.demoted = range(state.demoted.start, hot_start)
-        self._apply_policy(slot, state)
+            state.demoted = range(first, hot_start)
 
-    def _apply_policy(self, slot: int, state: SequenceState) -> None:
-        first, last = state.demoted.start, state.demoted.stop
-        if first == last or self.config.cold != "drop":
-            return
+    def _is_time_to_judge(self, state: SequenceState, hot_start: int, decoding: bool) -> bool:
+        if self.config.cold != "drop" or hot_start <= state.demoted.start:
+            return False
+        if self.policy.needs_mass:
+            return decoding and state.num_tokens - state.num_judged >= _JUDGE_EVERY_TOKENS
+        return hot_start > state.demoted.stop
+
+    def _judge(self, slot: int, state: SequenceState, first: int, last: int) -> None:
+        """Drop what the policy calls cold among pages [first, last), then what exceeds `warm_size`."""
+        state.num_judged = state.num_tokens
+        reasons = [self.policy.name] + ["warm_size"] * (self.config.warm_size is not None)
         for group in self.groups:
-            present = group.table[slot, : len(group.rows), :, :last] >= 0
-            present[..., :first] = False
-            cold = self.policy.cold(PageFacts(present, state.num_tokens, self.config.page_size))
-            if cold is not None:
-                self.counters["dropped"] += group.drop(slot, cold & present, state.demoted)
+            for reason in reasons:
+                cold = self._cold(group, slot, state, first, last, reason)
+                if cold is not None:
+                    code = removal_code(state.num_tokens, reason)
+                    num_dropped = group.drop(slot, cold, state.demoted, code)
+                    state.num_dropped += num_dropped
+                    self.counters["dropped"] += num_dropped
+
+    def _cold(
+        self, group: StreamGroup, slot: int, state: SequenceState, first: int, last: int, reason: str
+    ) -> Tensor | None:
+        """bool `[rows, H, last]`: cold pages. Content sinks, pages with much mass wherever they are, never are."""
+        entries = group.table[slot, : len(group.rows), :, :last]
+        present = entries >= 0
+        present[..., :first] = False
+        mass = group.mean_mass(entries)
+        facts = PageFacts(present, mass, state.num_tokens, self.config.page_size)
+        cold = beyond(facts, self.config.warm_size or 0) if reason == "warm_size" else self.policy.cold(facts)
+        if cold is None:
+            return None
+        cold = cold & present
+        if mass is not None and self.config.sink_mass is not None:
+            cold &= ~(mass >= self.config.sink_mass)
+        return cold
 
     # -- looking in --------------------------------------------------------------------------------------------
 
@@ -214,6 +266,8 @@ class KVManager:
 
     def _open(self, span: Span) -> None:
         state = self._sequence(span.slot)
+        if state.unsettled:
+            self._settle(span.slot, state, decoding=True)
         held = self._num_pages(state.num_tokens)
         needed = self._num_pages(state.num_tokens + span.num_tokens)
         if not state.owns_last and state.num_tokens % self.config.page_size:

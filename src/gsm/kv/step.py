@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from gsm.kv.manager import KVManager
 
 
+OBSERVED_QUERIES = 32  # the last ones of a prompt's chunk
+# A step of 2 to this many tokens over existing history may be a draft that is cropped away again: what it changes for
+# good (demotion, drops) waits for the next step, and only its first query is observed. A rejected draft leaves nothing.
+MAX_DRAFT_TOKENS = 16
+
+
 class KVStep:
     """Created by `KVManager.begin`; ends with `commit` or `abort`, whichever comes first."""
 
@@ -23,15 +29,22 @@ class KVStep:
         self.manager = manager
         self.spans = spans
         self.past_lens = [manager.num_tokens(span.slot) for span in spans]
-        self.is_decode = all(span.num_tokens == 1 for span in spans)
+        self.is_decode = bool(spans) and all(span.num_tokens == 1 for span in spans)
+        self.needs_mass = manager.needs_mass
         self._open = True
         self._write_rows: dict[int, Tensor] = {}
         self._index: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._observed: list[tuple[StreamGroup, int, Tensor, Tensor]] = []  # group, round, places, mass
 
     @cached_property
     def seq_lens(self) -> list[int]:
         """Length of every span's sequence, the new tokens included."""
         return [past + span.num_tokens for past, span in zip(self.past_lens, self.spans, strict=True)]
+
+    @cached_property
+    def kept_lens(self) -> list[int]:
+        """Tokens a head holds on average for every span, the new ones included: shorter once pages were dropped."""
+        return [self.manager.num_kept_tokens(span.slot) + span.num_tokens for span in self.spans]
 
     @cached_property
     def max_pages(self) -> int:
@@ -120,11 +133,63 @@ class KVStep:
         starts = torch.tensor([span.start for span in self.spans], device=x.device)
         return x[rows, :, starts]
 
+    # -- observing ---------------------------------------------------------------------------------------------
+
+    def observe(self, layer: int, pages: Tensor, mass: Tensor) -> None:
+        """Remember a decode step's attention mass: logical `pages [B, H, S]` (-1 = padding), `mass [B, H, S]`.
+
+        It is recorded at `commit`, for all layers at once.
+        """
+        group = self.manager._group_of[layer]
+        slots, _ = self.index(group.geometry.device)
+        self._observed.append((group, 0, group.places(layer, slots, pages).flatten(), mass.flatten()))
+
+    def observed_queries(self, index: int) -> slice:
+        """Which new tokens of a span are observed: the last ones of a prompt, the first of what may be a draft."""
+        num_tokens = self.spans[index].num_tokens
+        if self.past_lens[index] and num_tokens <= MAX_DRAFT_TOKENS:
+            return slice(0, 1)
+        return slice(max(0, num_tokens - OBSERVED_QUERIES), num_tokens)
+
+    def observe_span(self, layer: int, index: int, mass: Tensor) -> None:
+        """The same for the queries of one span: `mass [N, H, pages]`, oldest first, over all its logical pages."""
+        group = self.manager._group_of[layer]
+        slots, _ = self.index(group.geometry.device)
+        pages = torch.arange(mass.shape[-1], device=mass.device).expand(1, mass.shape[1], -1)
+        places = group.places(layer, slots[index : index + 1], pages).flatten()
+        self._observed.extend((group, turn, places, one.flatten()) for turn, one in enumerate(mass))
+
+    def count_read(self, pages: Tensor) -> None:
+        """Count what a decode step reads, `pages [B, H, S]` of one layer: tokens, and those older than the hot zone."""
+        manager, page_size = self.manager, self.manager.config.page_size
+        is_read = pages >= 0
+        manager.attended_tokens += float(is_read.sum(-1).float().mean()) * page_size
+        manager.attended_samples += 1
+        ranges = [manager.sequences[span.slot].demoted for span in self.spans]
+        if any(ranges):
+            first = torch.tensor([r.start for r in ranges], device=pages.device).view(-1, 1, 1)
+            stop = torch.tensor([r.stop for r in ranges], device=pages.device).view(-1, 1, 1)
+            recalled = (pages >= first) & (pages < stop)
+            manager.recalled_tokens += float(recalled.sum(-1).float().mean()) * page_size
+
+    def _record_mass(self) -> None:
+        """One tensor operation per group and round, whatever the number of layers."""
+        batches: dict[tuple[int, int], tuple[StreamGroup, list[Tensor], list[Tensor]]] = {}
+        for group, turn, places, mass in self._observed:
+            batch = batches.setdefault((turn, id(group)), (group, [], []))
+            batch[1].append(places)
+            batch[2].append(mass)
+        for key in sorted(batches, key=lambda key: key[0]):
+            group, all_places, all_mass = batches[key]
+            group.observe(torch.cat(all_places), torch.cat(all_mass))
+        self._observed.clear()
+
     # -- ending ------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
         if self._open:
             self._open = False
+            self._record_mass()
             self.manager.commit(self.spans)
 
     def abort(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gsm.attention import DecodeAttention, make_attention, prefill_attention
+from gsm.attention import DecodeAttention, make_attention, prefill_attention, prefill_page_mass
 from gsm.config import CacheConfig
 from gsm.core.view import AttentionSpec, Selection
 from gsm.kv.step import KVStep
@@ -37,13 +37,19 @@ class AttentionStep:
             history = self.kv.span_view(layer, index) if self.kv.past_lens[index] else None
             q, new_k, new_v = (x[span.row, :, columns] for x in (query, k, v))
             out[span.row, columns] = prefill_attention(q, new_k, new_v, history, spec).transpose(0, 1)
+            if self.kv.needs_mass:
+                queries, window = self.kv.observed_queries(index), self.config.observation_window
+                mass = prefill_page_mass(q, new_k, history, spec, queries, window, self.config.page_size)
+                self.kv.observe_span(layer, index, mass)
         return out
 
     def _decode(self, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
         view = self.kv.view(layer)
         result = self._backend(query.device).decode(self.kv.pick(query), view, spec, self.selection)
         if layer == 0:
-            self._count(result.pages)
+            self.kv.count_read(result.pages)
+        if self.kv.needs_mass:
+            self.kv.observe(layer, result.pages, result.mass)
         if self.kv.rows_are_batch and len(self.kv.spans) == query.shape[0]:
             return result.out.unsqueeze(1)
         out = query.new_zeros(query.shape[0], query.shape[2], *result.out.shape[1:])
@@ -55,16 +61,10 @@ class AttentionStep:
         """The pages each sequence may read, or None when every budget covers everything."""
         c = self.config
         smallest = c.num_sink_pages + c.num_recent_pages + 1
-        budgets = [max(smallest, c.sparse.budget_for(length) // c.page_size) for length in self.kv.seq_lens]
+        budgets = [max(smallest, c.sparse.budget_for(length) // c.page_size) for length in self.kv.kept_lens]
         if all(budget * c.page_size >= length for budget, length in zip(budgets, self.kv.seq_lens, strict=True)):
             return None
         return Selection(c.num_sink_pages, c.recent_tokens, tuple(budgets))
-
-    def _count(self, pages: Tensor) -> None:
-        """Tokens attended per kv head, for the statistics: a sample from the first layer."""
-        manager = self.kv.manager
-        manager.attended_tokens += float((pages >= 0).float().sum(-1).mean()) * self.config.page_size
-        manager.attended_samples += 1
 
     def _backend(self, device: torch.device) -> DecodeAttention:
         if device not in self._backends:
