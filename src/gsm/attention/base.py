@@ -45,8 +45,8 @@ def check_query(query: Tensor, view: KVView) -> int:
     batch, heads, dim = query.shape
     if batch != len(view.slots) or dim != k_dim or heads % num_kv_heads:
         raise KVError(
-            f"query of shape {tuple(query.shape)} does not fit {len(view.slots)} sequences with {num_kv_heads} kv heads "
-            f"of {k_dim} channels; expected [batch, a multiple of the kv heads, channels]"
+            f"query of shape {tuple(query.shape)} does not fit {len(view.slots)} sequences with {num_kv_heads} kv "
+            f"heads of {k_dim} channels; expected [batch, a multiple of the kv heads, channels]"
         )
     if query.device != view.hot["k"].device:
         raise KVError(f"query is on {query.device} but its pages are on {view.hot['k'].device}; move one of them")

@@ -84,7 +84,7 @@ class Int8Codec(Codec):
 
 
 class Int4Codec(Codec):
-    """Asymmetric int4, two codes per byte (the even channel in the low half).
+    """Asymmetric int4, two codes per byte (see `_pack`).
 
     K has one scale and offset per channel over the page; V one per token and group of `V_GROUP` channels.
     """
@@ -145,11 +145,13 @@ def _quantise_asymmetric(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pack(codes: Tensor) -> Tensor:
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    """Channel i in the low half of byte i, channel i + d/2 in the high half: kernels unpack both as whole vectors."""
+    half = codes.shape[-1] // 2
+    return codes[..., :half] | (codes[..., half:] << 4)
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).float()
+    return torch.cat((packed & 15, packed >> 4), dim=-1).float()
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (PlainCodec(), Int8Codec(), Int4Codec())}
