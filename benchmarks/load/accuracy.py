@@ -3,7 +3,9 @@
     python benchmarks/load/accuracy.py --json benchmarks/load/accuracy.json
 
 Every case states what the server was told to do and what the client must therefore report. An error is the median
-reported minus the scripted time; it contains the server's own lateness. Run it on a quiet machine.
+reported minus the scripted time. A server in Python is late itself when 64 requests come at once: it logs when it had
+read each request and how late it wrote, and what remains of the error is the client's. Run it on a quiet machine (and
+on Linux: both processes must share the monotonic clock).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from scripted_server import DONE, Request, Script, ScriptedServer, Step, event, steady, usage_event
@@ -95,6 +98,7 @@ def serve(name: str, connection: Connection) -> None:
     with ScriptedServer(answer) as server:
         connection.send(server.url)
         connection.recv()
+        connection.send((server.read_s, server.late_s))
 
 
 def run(name: str) -> dict[str, Any]:
@@ -103,19 +107,28 @@ def run(name: str) -> dict[str, Any]:
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(name, theirs))
     process.start()
     try:
-        plan = LoadPlan(SyntheticWorkload(64, 100), Schedule(case.concurrency, num_requests=case.num_requests))
         # The failing requests are counted in tens from the first one, so that case must not lose some to a warm-up.
-        plan = LoadPlan(plan.workload, plan.schedule, num_warmup=0 if name.startswith("E5") else None)
+        num_warmup = 0 if name.startswith("E5") else None
+        schedule = Schedule(case.concurrency, num_requests=case.num_requests)
+        plan = LoadPlan(SyntheticWorkload(64, 100), schedule, num_warmup, keep_details=True)
         result = run_load(Target(f"{ours.recv()}/v1", model="scripted"), plan)
     finally:
         ours.send("stop")
+        read_s, late_s = ours.recv()
         process.join()
+    sent_s = sorted(result["start_times"])
+    read_after = [read - sent for read, sent in zip(sorted(read_s)[-len(sent_s) :], sent_s, strict=True)]
+    server_ms = 1e3 * (median(read_after) + median(late_s))
     errors = {metric: result[f"median_{metric}_ms"] - ms for metric, ms in case.expected_ms.items()}
+    # A span between two moments of one response is late at both ends; one from the request on is late at its end.
+    ours_ms = {metric: error - (0 if metric in ("itl", "tpot") else server_ms) for metric, error in errors.items()}
     return {
         "expected_median_ms": case.expected_ms,
-        "error_ms": {metric: round(error, 3) for metric, error in errors.items()},
-        "p99_error_ms": {m: round(result[f"p99_{m}_ms"] - ms, 3) for m, ms in case.expected_ms.items()},
-        "within_5_ms": max(map(abs, errors.values())) <= ALLOWED_ERROR_MS,
+        "error_ms": rounded(errors),
+        "server_late_ms": round(server_ms, 3),
+        "client_error_ms": rounded(ours_ms),
+        "client_within_5_ms": max(map(abs, ours_ms.values())) <= ALLOWED_ERROR_MS,
+        "p99_error_ms": rounded({m: result[f"p99_{m}_ms"] - ms for m, ms in case.expected_ms.items()}),
         "completed": result["completed"],
         "failed": result["failed"],
         "num_itl_samples": result["num_itl_samples"],
@@ -124,6 +137,10 @@ def run(name: str) -> dict[str, Any]:
         "client_cpu_us_per_token": round(1e6 * result["client_cpu_s"] / result["total_output_tokens"], 1),
         "client_lag_p99_ms": round(result["client_lag_p99_ms"], 2),
     }
+
+
+def rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in values.items()}
 
 
 def main() -> int:
@@ -136,7 +153,7 @@ def main() -> int:
         cases[name] = run(name)
         print(name, json.dumps(cases[name]), flush=True)
     cpu = cases["64 streams of 20 tokens/s"]["client_cpu_percent_per_100_tokens_per_s"]
-    passed = all(case["within_5_ms"] for case in cases.values()) and cpu < ALLOWED_CPU_PERCENT
+    passed = all(case["client_within_5_ms"] for case in cases.values()) and cpu < ALLOWED_CPU_PERCENT
     environment = collect_environment().model_dump(include={"python", "platform", "cpu", "cores"})
     result = {"passed": passed, "load_average_before": before, "environment": environment, "cases": cases}
     print(f"worst case within {ALLOWED_ERROR_MS:g} ms and {cpu} % of a core per 100 tokens/s: {passed}")

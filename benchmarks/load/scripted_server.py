@@ -53,6 +53,8 @@ class ScriptedServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.requests: list[Request] = []
+        self.read_s: list[float] = []  # when each request had been read, on the monotonic clock
+        self.late_s: list[float] = []  # by how much each step was written later than scripted
         self.url = ""
 
     def __enter__(self) -> ScriptedServer:
@@ -82,12 +84,29 @@ class ScriptedServer:
             while True:
                 request = await _read_request(reader)
                 self.requests.append(request)
-                if not await _write(writer, self._answer(request)):
+                self.read_s.append(self._loop.time())
+                if not await self._write(writer, self._answer(request), self.read_s[-1]):
                     break
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass  # the client went away, which is its right, or this server closes
         finally:
             writer.close()
+
+    async def _write(self, writer: asyncio.StreamWriter, script: Script, started_s: float) -> bool:
+        """Writes one response, chunked; returns whether the connection stays open."""
+        lines = [f"HTTP/1.1 {script.status} Scripted", "Transfer-Encoding: chunked"]
+        lines += [f"{name}: {value}" for name, value in script.headers.items()]
+        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
+        for step in script.steps:
+            due_s = started_s + step.at_s
+            await asyncio.sleep(due_s - self._loop.time())
+            writer.write(b"%x\r\n%s\r\n" % (len(step.data), step.data))
+            self.late_s.append(self._loop.time() - due_s)
+        if script.cut:
+            return False
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        return True
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Request:
@@ -97,23 +116,6 @@ async def _read_request(reader: asyncio.StreamReader) -> Request:
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
     body = await reader.readexactly(int(headers.get("content-length", 0)))
     return Request(method, path, headers, json.loads(body) if body else {})
-
-
-async def _write(writer: asyncio.StreamWriter, script: Script) -> bool:
-    """Writes one response, chunked; returns whether the connection stays open."""
-    loop = asyncio.get_running_loop()
-    started_s = loop.time()
-    lines = [f"HTTP/1.1 {script.status} Scripted", "Transfer-Encoding: chunked"]
-    lines += [f"{name}: {value}" for name, value in script.headers.items()]
-    writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
-    for step in script.steps:
-        await asyncio.sleep(started_s + step.at_s - loop.time())
-        writer.write(b"%x\r\n%s\r\n" % (len(step.data), step.data))
-    if script.cut:
-        return False
-    writer.write(b"0\r\n\r\n")
-    await writer.drain()
-    return True
 
 
 def event(content: str | None = None, **fields: Any) -> bytes:

@@ -5,10 +5,12 @@ import importlib
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from aiohttp.client_proto import ResponseHandler
 from scripted_server import (
     DONE,
     Request,
@@ -112,6 +114,34 @@ def test_a_request_starts_when_it_is_written_to_its_connection(path: str) -> Non
         record = asyncio.run(main(server.url))
     assert record.failure is None
     assert (record.scheduled_s, record.start_s) == (1.0, 2.0)
+
+
+def test_bytes_arrive_when_the_loop_reads_them_and_not_when_we_get_to_them() -> None:
+    """While this client is busy the bytes of a token wait in the connection; they came before that."""
+    busy_s = 0.3
+
+    async def main(url: str) -> RequestRecord:
+        async with LoadClient(Target(f"{url}/v1", model="m"), 1) as client:
+            await client.send(Prompt("Hello", 7))  # opens the connection
+            read = ResponseHandler.data_received
+
+            def read_then_be_busy(self: ResponseHandler, data: bytes, *args: Any) -> None:
+                read(self, data, *args)
+                if b"Hi" in data:
+                    time.sleep(busy_s)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ResponseHandler, "data_received", read_then_be_busy)
+                started_s = time.perf_counter()
+                record = await client.send(Prompt("Hello", 7))
+                assert time.perf_counter() - started_s > busy_s
+            return record
+
+    script = Script([Step(0.0, event("", role="assistant")), Step(0.02, GOOD)])
+    with ScriptedServer(lambda _: script) as server:
+        record = asyncio.run(main(server.url))
+    (chunk,) = record.chunks
+    assert chunk.at_s - record.start_s < busy_s
 
 
 def test_whole_responses() -> None:

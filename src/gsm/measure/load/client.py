@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any
 
 from gsm.errors import ConfigError, MeasurementError
@@ -24,6 +24,8 @@ from gsm.measure.load.workload import Prompt
 try:
     import aiohttp
     import yarl
+
+    from gsm.measure.load.connection import TimedConnector, arrival_clock, note_sending
 except ImportError as error:
     raise MeasurementError("gsm load needs aiohttp; install it with: pip install 'gsm-infer[load]'") from error
 
@@ -50,12 +52,12 @@ class LoadClient:
 
     async def __aenter__(self) -> LoadClient:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=60),
+            connector=TimedConnector(self._clock, self._max_connections),
             timeout=aiohttp.ClientTimeout(total=self.target.timeout_s),
             headers={"User-Agent": "gsm-load", "Accept-Encoding": "identity", **self.target.headers},
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
-            trace_configs=[self._note_sending()],
+            trace_configs=[note_sending(self._clock)],
             trust_env=yarl.URL(self.target.url).host not in _LOOPBACK,  # a proxy of the environment, never for loopback
         )
         return self
@@ -102,21 +104,6 @@ class LoadClient:
             raise MeasurementError(f"a first request to {self.target.shown_url} failed: {failure.message}")
         return notes
 
-    def _note_sending(self) -> aiohttp.TraceConfig:
-        """Sets a record's start when its body is written to the connection.
-
-        When many requests start together, the first waits for the event loop to prepare the last. That time is ours and
-        must not look like the server's: it goes to the queue time.
-        """
-
-        async def on_sent(_: object, context: SimpleNamespace, __: object) -> None:
-            if (record := context.trace_request_ctx) is not None:
-                record.start_s = self._clock()
-
-        config = aiohttp.TraceConfig()
-        config.on_request_chunk_sent.append(on_sent)
-        return config
-
     async def _try(self) -> Failure | None:
         return (await self.send(Prompt("Hello", 2))).failure
 
@@ -146,7 +133,8 @@ class LoadClient:
             return
         if response.content_type == "application/json":
             raise BadResponse("no_stream", "a stream was asked for but plain JSON came; measure with --no-stream")
-        reader, clock, num_bytes = StreamReader(record, self._keep_text), self._clock, 0
+        reader, num_bytes = StreamReader(record, self._keep_text), 0
+        clock = arrival_clock(response, self._clock)
         async for data in response.content.iter_any():
             reader.feed(data, clock())
             num_bytes += len(data)
