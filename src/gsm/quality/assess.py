@@ -79,7 +79,7 @@ class Assessment:
     _needles: list[dict[str, NeedleOutcome]] = field(default_factory=list)
 
     def run(self) -> None:
-        if self.plan.windows:
+        if self.plan.windows and self.arms:
             scores = teacher_forced(self.reference, self.arms, self.text_ids, self.plan.windows, self.progress)
             for name, windows in scores:
                 self._windows.setdefault(name, []).extend(windows)

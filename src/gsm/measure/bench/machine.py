@@ -67,8 +67,15 @@ class CpuMeter:
         return round(min(1.0, max(0.0, others / capacity)), 3) if capacity > 0 else 0.0
 
     def _own_seconds(self) -> float:
-        times = [process.cpu_times() for process in self._processes]
-        return sum(t.user + t.system for t in times)
+        return sum(_cpu_seconds(process) for process in self._processes)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:  # it died; whoever waits for its answer will say so
+        return 0.0
+    return float(times.user + times.system)
 
 
 def _busy_seconds() -> float:
