@@ -10,12 +10,14 @@ import click
 # name -> one-line help; the module gsm.cli.<name> defines `command`.
 COMMANDS = {
     "bench": "Speed, memory and quality of several arms, side by side.",
+    "calibrate": "Find where a model's activations have heavy tails, on real text.",
     "demo": "See on a real model, in minutes, what GSM does.",
     "doctor": "Check software, devices and a model; every problem comes with its remedy.",
     "eval": "Quality of a config against the full cache; exit code 1 when it misses its tolerance.",
     "generate": "Generate text through the tiered cache.",
     "load": "Latency percentiles and paired comparisons of any OpenAI-compatible server.",
     "plan": "What fits in memory and what tiers can gain, from a config alone.",
+    "smooth": "Smooth a model and run it in int8: quality proved, speed measured, exported.",
 }
 
 

@@ -45,18 +45,12 @@ def channel_sites(sites: Sites) -> tuple[list[ChannelSite], dict[str, str]]:
     found: list[ChannelSite] = []
     left_out: dict[str, str] = {}
     for block in sites:
-        for norm, readers in (
-            (block.layout.attn_norm, block.layout.attn_in),
-            (block.layout.mlp_norm, block.layout.mlp_in),
-        ):
-            site = _norm_site(block, norm, readers)
-            if site is None:
-                left_out[block.path(norm)] = "its norm applies its weight in an unknown way"
-            else:
-                found.append(site)
+        layout = block.layout
+        _add_norm_site(found, left_out, block, layout.attn_norm, layout.attn_in)
         found.append(_value_site(block))
-        if block.layout.up is None:
-            left_out[block.path(block.layout.mlp_out[0])] = "what happens inside stacked experts cannot be observed"
+        _add_norm_site(found, left_out, block, layout.mlp_norm, layout.mlp_in)
+        if layout.up is None:
+            left_out[block.path(layout.mlp_out[0])] = "what happens inside stacked experts cannot be observed"
         else:
             found.append(_up_site(block))
     return found, left_out
@@ -148,20 +142,19 @@ def _per_reader(site: ChannelSite, scale: Tensor) -> Tensor:
     return heads.expand(-1, site.groups, -1).flatten()
 
 
-def _norm_site(block: Block, norm: str, readers: tuple[str, ...]) -> ChannelSite | None:
-    module = block.part(norm)
+def _add_norm_site(
+    found: list[ChannelSite], left_out: dict[str, str], block: Block, norm: str, readers: tuple[str, ...]
+) -> None:
+    module, path = block.part(norm), block.path(norm)
     kind = norm_kind(module)
     if kind is None:
-        return None
+        left_out[path] = "its norm applies its weight in an unknown way"
+        return
     producers = [(block.weight_path(norm), slice(None), kind)]
     if getattr(module, "bias", None) is not None:
-        producers.append((block.path(norm) + ".bias", slice(None), kind))
-    return ChannelSite(
-        block.path(norm),
-        f"{block.path(norm)}:output",
-        tuple(producers),
-        tuple(block.weight_path(reader) for reader in readers),
-    )
+        producers.append((f"{path}.bias", slice(None), kind))
+    read = tuple(block.weight_path(reader) for reader in readers)
+    found.append(ChannelSite(path, f"{path}:output", tuple(producers), read))
 
 
 def _value_site(block: Block) -> ChannelSite:

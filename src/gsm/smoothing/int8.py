@@ -45,7 +45,7 @@ class InputScale:
 class Int8Linear(nn.Module):
     """y = x w^T + b with int8 weights; activations rounded per row ("dynamic", "static") or not ("weight_only").
 
-    ``rotation_block`` > 1: the input is rotated by a block-Hadamard matrix first, as the folded weight expects.
+    ``rotation_block`` > 1: the input is rotated (`int8_ops.hadamard`) first, as the folded weight expects.
     """
 
     def __init__(self, weight: Int8Weight, mode: Mode, rotation_block: int = 1) -> None:

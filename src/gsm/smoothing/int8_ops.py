@@ -91,7 +91,7 @@ def linear(x: Tensor, weight: Int8Weight, *, static_scale: float = 0.0, block: i
     """x w^T + b in int8 for ``x`` [rows, in] float32 contiguous; returns [rows, out] float32.
 
     ``static_scale`` > 0 is the scale of every row that fits in it; larger rows (attention sinks) take their own.
-    ``block`` > 1 multiplies each run of ``block`` inputs by the orthonormal Hadamard matrix first.
+    ``block`` > 1 rotates the inputs first (`hadamard`).
     """
     fused = kernels() if x.device.type == "cpu" else None
     if fused is not None and x.shape[0] <= SMALL_ROWS:
@@ -201,14 +201,16 @@ def cuda_padding(rows: int) -> int:
 
 
 def hadamard(x: Tensor, block: int) -> Tensor:
-    """Each run of ``block`` (a power of two) elements of the last dimension times the orthonormal Hadamard matrix."""
-    shape = x.shape
-    y = x.reshape(-1, block)
-    half = 1
-    while half < block:
-        y = y.reshape(-1, block // (2 * half), 2, half)
+    """The last dimension, seen as [block, n / block], times the orthonormal Hadamard matrix of ``block`` (2^k).
+
+    Elements n / block apart are mixed: every step then works on contiguous runs.
+    """
+    y, shape = x, x.shape
+    width = shape[-1] // block
+    while width < shape[-1]:
+        y = y.reshape(-1, shape[-1] // (2 * width), 2, width)
         y = torch.stack((y[:, :, 0] + y[:, :, 1], y[:, :, 0] - y[:, :, 1]), 2)
-        half *= 2
+        width *= 2
     return y.reshape(shape) * block**-0.5
 
 

@@ -11,36 +11,60 @@ infinity gets a NaN scale, so that the damage stays visible in the output; fast-
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-# reassociation lets sums vectorise; "nnan" and "ninf" stay off, because they would let NaN pass for a number
+# reassociation lets sums vectorise; "nnan" and "ninf" stay off, because they would let NaN pass for a number. The numpy
+# error model matters: Python's raises on division by zero, and that check alone keeps a loop from vectorising.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
-_inner: Any = njit(fastmath=_FAST, nogil=True, cache=True)
-_outer: Any = njit(fastmath=_FAST, nogil=True, cache=True, parallel=True)
+_inner: Any = njit(fastmath=_FAST, nogil=True, cache=True, error_model="numpy")
+_outer: Any = njit(fastmath=_FAST, nogil=True, cache=True, error_model="numpy", parallel=True)
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_INFINITY_BITS = np.int32(0x7F800000)
 
 
-def _float_of_bits_impl(typingctx: Any, bits: Any) -> Any:
-    """Reinterpret an int32 as a float32."""
+def _intrinsic(result: Any, arguments: tuple[Any, ...], build: Callable[[Any, Any, Any], Any]) -> Any:
+    """A function of fixed types that becomes the few LLVM instructions of ``build(builder, types, arguments)``.
+
+    numba widens integer arithmetic to 64 bits and checks float conversions, and either keeps loops from vectorising.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.float32))
+        return build(builder, lambda kind: context.get_value_type(kind), args)
 
-    signature: Any = types.float32
-    return signature(types.int32), codegen
+    if len(arguments) == 1:
+        return intrinsic(lambda typingctx, a: (result(*arguments), codegen))
+    return intrinsic(lambda typingctx, a, b: (result(*arguments), codegen))
 
 
-_float_of_bits: Any = intrinsic(_float_of_bits_impl)
+_int_of: Any = _intrinsic(types.int32, (types.float32,), lambda b, t, a: b.fptosi(a[0], t(types.int32)))
+_int8_of: Any = _intrinsic(
+    types.int8, (types.float32,), lambda b, t, a: b.trunc(b.fptosi(a[0], t(types.int32)), t(types.int8))
+)
+_float_of_bits: Any = _intrinsic(types.float32, (types.int32,), lambda b, t, a: b.bitcast(a[0], t(types.float32)))
+_magnitude_bits: Any = _intrinsic(
+    types.int32,
+    (types.float32,),
+    lambda b, t, a: b.and_(b.bitcast(a[0], t(types.int32)), t(types.int32)(0x7FFFFFFF)),
+)
+_larger: Any = _intrinsic(
+    types.int32, (types.int32, types.int32), lambda b, t, a: b.select(b.icmp_signed(">", a[0], a[1]), a[0], a[1])
+)
+_power_of_two: Any = _intrinsic(
+    types.float32,
+    (types.int32,),
+    lambda b, t, a: b.bitcast(b.shl(b.add(a[0], t(types.int32)(127)), t(types.int32)(23)), t(types.float32)),
+)
 
 
 @_inner
 def _exp(x: Any) -> Any:
-    """e**x in float32 with a relative error of 2e-7; a polynomial, because calls into libm do not vectorise."""
+    """e**x in float32 with a relative error of 3e-7; a polynomial, because calls into libm do not vectorise."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.rint(x * np.float32(1.4426950408889634))
     r = x - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
@@ -50,8 +74,7 @@ def _exp(x: Any) -> Any:
     p = p * r + np.float32(4.1665795894e-2)
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
-    y = p * r * r + r + np.float32(1.0)
-    return y * _float_of_bits(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
+    return (p * r * r + r + np.float32(1.0)) * _power_of_two(_int_of(n))
 
 
 @_inner
@@ -74,35 +97,45 @@ def _dot(a: Any, b: Any, n: Any) -> Any:
 
 @_inner
 def _quantise(x: Any, q: Any, n: Any, static_scale: Any) -> Any:
-    """x[:n] to int8 codes; returns the scale. ``static_scale`` > 0 is used unless the row exceeds its range."""
-    top = np.float32(0.0)
-    poison = np.float32(0.0)
+    """x[:n] to int8 codes; returns the scale. ``static_scale`` > 0 is used unless the row exceeds its range.
+
+    Magnitudes are compared as bit patterns, which order like the numbers and put NaN above infinity: the largest one
+    shows both the range and whether the row is finite.
+    """
+    top = np.int32(0)
     for i in range(n):
-        top = max(top, abs(x[i]))
-        poison += x[i] * np.float32(0.0)
-    scale = top / np.float32(127.0)
+        top = _larger(top, _magnitude_bits(x[i]))
+    if top >= _INFINITY_BITS:
+        q[:n] = 0
+        return np.float32(np.nan)
+    scale = _float_of_bits(top) / np.float32(127.0)
     if static_scale > np.float32(0.0) and scale <= static_scale:
         scale = static_scale
     inverse = np.float32(0.0)
-    if scale > np.float32(0.0):
+    if scale > np.float32(1e-38):
         inverse = np.float32(1.0) / scale
     for i in range(n):
-        q[i] = np.int8(np.rint(x[i] * inverse))
-    return scale + poison
+        q[i] = _int8_of(np.rint(x[i] * inverse))
+    return scale
 
 
 @_inner
 def hadamard(x: Any, n: Any, block: Any) -> None:
-    """Multiply each run of ``block`` (a power of two) elements of x[:n] by the orthonormal Hadamard matrix."""
+    """Multiply x[:n], seen as [block, n / block], by the orthonormal Hadamard matrix of ``block`` (a power of two).
+
+    Elements n / block apart are mixed, so that every step works on contiguous runs.
+    """
+    width = n // block
+    while width < n:
+        for start in range(0, n, 2 * width):
+            upper = x[start : start + width]
+            lower = x[start + width : start + 2 * width]
+            for j in range(width):
+                a, b = upper[j], lower[j]
+                upper[j] = a + b
+                lower[j] = a - b
+        width *= 2
     norm = np.float32(1.0) / np.sqrt(np.float32(block))
-    for start in range(0, n, block):
-        half = 1
-        while half < block:
-            for i in range(start, start + block, 2 * half):
-                for j in range(i, i + half):
-                    a, b = x[j], x[j + half]
-                    x[j], x[j + half] = a + b, a - b
-            half *= 2
     for i in range(n):
         x[i] *= norm
 
@@ -146,10 +179,16 @@ def gate_and_quantise(
     for r in prange(rows):
         s = scale[r]
         h = np.empty(inner, np.float32)
-        for i in range(inner):
-            gate = np.float32(total[r, i]) * (s * w_scale[i])
-            up = np.float32(total[r, inner + i]) * (s * w_scale[inner + i])
-            h[i] = _activate(gate, kind) * up
+        gates, ups = total[r, :inner], total[r, inner:]
+        gate_scale, up_scale = w_scale[:inner], w_scale[inner:]
+        if kind == 0:
+            for i in range(inner):
+                gate = np.float32(gates[i]) * (s * gate_scale[i])
+                h[i] = _activate(gate, 0) * (np.float32(ups[i]) * (s * up_scale[i]))
+        else:
+            for i in range(inner):
+                gate = np.float32(gates[i]) * (s * gate_scale[i])
+                h[i] = _activate(gate, 1) * (np.float32(ups[i]) * (s * up_scale[i]))
         if block > 1:
             hadamard(h, inner, block)
         h_scale[r] = _quantise(h, q[r], inner, static_scale)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gsm.errors import MeasurementError
+from gsm.smoothing.int8_ops import hadamard
 from gsm.smoothing.moments import Moments
 from gsm.smoothing.sites import Sites, find_sites
 
@@ -189,7 +190,9 @@ def observed_places(sites: Sites, model: nn.Module) -> list[tuple[str, str, str,
 
 def _input_hook(record_of: Any, take: Any) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        take(record_of, args[0] if args else kwargs["hidden_states"])
+        x = args[0] if args else kwargs["hidden_states"]
+        block = getattr(module, "rotation_block", 1)  # what is rounded is the rotated input
+        take(record_of, hadamard(x, block) if block > 1 else x)
 
     return hook
 

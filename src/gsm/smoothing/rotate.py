@@ -143,4 +143,5 @@ def _rows(matrix: Tensor) -> Change:
 
 
 def _block_columns(matrix: Tensor) -> Change:
-    return lambda w: (w.reshape(*w.shape[:-1], -1, len(matrix)) @ matrix.to(w)).reshape(w.shape)
+    """The inverse of the run-time rotation, on a reader's input columns seen as [block, n / block]."""
+    return lambda w: (matrix.to(w).T @ w.reshape(*w.shape[:-1], len(matrix), -1)).reshape(w.shape)

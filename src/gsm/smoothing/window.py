@@ -61,7 +61,7 @@ def parameters_for(config: SmoothingConfig, num_tokens: int) -> Parameters:
 
 
 class WindowState:
-    """The rings of all requests, one tensor [slots, ring, channels] per module. Slots are reused when requests leave."""
+    """The rings of all requests, one tensor [slots, ring, channels] per module; slots are reused."""
 
     def __init__(self, ring_tokens: int) -> None:
         self.ring_tokens = ring_tokens

@@ -43,8 +43,10 @@ class Applied:
 
     @property
     def units(self) -> list[str]:
-        """Every module that can be rolled back on its own, in the order of the model."""
-        return list(dict.fromkeys([*self.smoothed, *self.int8]))
+        """Every module that can be rolled back on its own. The rotation of the residual stream is one whole."""
+        rotated = self.config.method == "rotate"
+        sites = [choice.name for choice in self.choices if choice.chosen] if rotated else self.smoothed
+        return list(dict.fromkeys([*sites, *self.int8]))
 
 
 def smoothing_config(config: Any) -> SmoothingConfig:
