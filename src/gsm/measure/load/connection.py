@@ -41,7 +41,8 @@ class TimedConnector(aiohttp.TCPConnector):
     def __init__(self, clock: Clock, limit: int) -> None:
         super().__init__(limit=limit, keepalive_timeout=60)
         # aiohttp has no public way to choose the handler. Should this name ever go, `arrival_clock` falls back.
-        self._factory = functools.partial[ResponseHandler](TimedHandler, asyncio.get_running_loop(), clock)
+        handler: Any = functools.partial(TimedHandler, asyncio.get_running_loop(), clock)
+        self._factory = handler
 
 
 def arrival_clock(response: aiohttp.ClientResponse, clock: Clock) -> Clock:
