@@ -22,6 +22,7 @@ from gsm.errors import KVError
 from gsm.kv.group import Geometry, StreamGroup
 from gsm.kv.mass import MassStatistics
 from gsm.kv.policies import PageFacts, beyond, make_policy
+from gsm.kv.positions import PositionMap, position_map
 from gsm.kv.removal import removal_code
 from gsm.kv.report import KVStats, collect
 from gsm.kv.step import MAX_DRAFT_TOKENS, KVStep
@@ -247,6 +248,10 @@ class KVManager:
     def stats(self) -> KVStats:
         """Bytes and pages by tier, and what was counted since the start."""
         return collect(self)
+
+    def explain(self, slot: int) -> PositionMap:
+        """Where every token of a sequence is, or why and when it went."""
+        return position_map(self, slot)
 
     def check_integrity(self) -> None:
         """Prove that every page is free or owned exactly as often as counted. Raises KVIntegrityError."""

@@ -15,6 +15,7 @@ from gsm.core.batch import Span
 from gsm.errors import AttachError, KVError
 from gsm.integrations.transformers.step import AttentionStep
 from gsm.kv.manager import KVManager
+from gsm.kv.positions import Place, PositionMap
 from gsm.kv.report import KVStats
 
 
@@ -59,6 +60,16 @@ class Cache(TransformersCache):
     def stats(self) -> KVStats:
         """Bytes and pages by tier. Forks share a manager: its numbers cover them all."""
         return self.manager.stats()
+
+    def explain(self, row: int = 0, token: int | None = None) -> PositionMap | list[Place]:
+        """Where the tokens of a row are, or why and when they went: the whole map, or one token's places.
+
+        `token` counts real tokens: padding has no position. Raises KVError for a row or token that does not exist.
+        """
+        if not 0 <= row < len(self.slots):
+            raise KVError(f"there is no row {row}: the cache holds {len(self.slots)} sequences; ask for 0 to n - 1")
+        positions = self.manager.explain(self.slots[row])
+        return positions if token is None else positions.token(token)
 
     # -- one forward pass, driven by the hooks of `attach` -----------------------------------------------------
 
