@@ -1,6 +1,6 @@
 """The HTTP side: sends one request, notes when bytes arrive, and turns every foreign error into a `Failure`.
 
-aiohttp and not httpx: with 64 streams of 20 tokens per second httpx took 300 us of CPU per token against 55 us, and
+aiohttp and not httpx: with 64 streams of 20 tokens per second httpx took 340 us of CPU per token against 45 us, and
 64 requests that started together took it 0.7 s to get on their way (benchmarks/load/README.md).
 """
 
