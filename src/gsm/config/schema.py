@@ -37,7 +37,7 @@ class SparseConfig(Section):
     budget_tokens: int | None = Field(default=None, ge=1)
     budget_fraction: float | None = Field(default=None, gt=0.0, le=1.0)
     scorer: ScorerName = "anchor"
-    sigma: float = Field(default=1.0, ge=0.0, description="weight c of the spread in the scores (anchor, mean_sigma)")
+    sigma: float = Field(default=2.5, ge=0.0, description="weight c of the spread in the scores (anchor, mean_sigma)")
 
     @model_validator(mode="after")
     def _one_budget(self) -> SparseConfig:
