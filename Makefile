@@ -19,10 +19,10 @@ test-all: check
 check: format lint types arch
 
 format: $(VENV)/.test
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks
 
 lint: $(VENV)/.test
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks
 
 types: $(VENV)/.test
 	$(BIN)/mypy
