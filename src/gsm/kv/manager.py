@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,8 +25,11 @@ from gsm.kv.policies import PageFacts, beyond, make_policy
 from gsm.kv.positions import PositionMap, position_map
 from gsm.kv.removal import removal_code
 from gsm.kv.report import KVStats, collect
-from gsm.kv.step import MAX_DRAFT_TOKENS, KVStep
+from gsm.kv.step import KVStep, SpanMass
 
+# A step of 2 to this many tokens over existing history may be a draft that is cropped away again. What it changes for
+# good (mass, demotion, drops) waits for the next step: a rejected draft leaves nothing.
+_MAX_DRAFT_TOKENS = 16
 _JUDGE_EVERY_TOKENS = 16  # how often a policy that needs attention mass judges
 
 
@@ -41,6 +44,8 @@ class SequenceState:
     num_judged: int = 0  # length at which the policy last judged
     num_dropped: int = 0  # pages dropped below the current length, summed over layers and heads
     unsettled: bool = False  # the last step may still be cropped
+    unsettled_from: int = 0  # length before it
+    unsettled_mass: SpanMass = field(default_factory=dict)  # one observation per token of it
 
 
 class KVManager:
@@ -172,16 +177,21 @@ class KVManager:
         # a shared last page is copied before it is written: count one for each open page
         return all(group.pages.can_allocate((new + shared) * group.streams_per_slot) for group in self.groups)
 
-    def commit(self, spans: Seq[Span]) -> None:
-        """The step is over: its tokens count from now on."""
-        for span in spans:
+    def commit(self, spans: Seq[Span], observed: Seq[SpanMass]) -> None:
+        """The step is over: its tokens count from now on. `observed` has the attention mass seen by every span."""
+        for span, mass in zip(spans, observed, strict=True):
             state = self._sequence(span.slot)
-            continues = state.num_tokens > 0 and span.num_tokens <= MAX_DRAFT_TOKENS
+            past = state.num_tokens
             state.num_tokens += span.num_tokens
-            if continues and span.num_tokens > 1:
-                state.unsettled = True
+            if self.may_be_draft(past, span.num_tokens):
+                state.unsettled, state.unsettled_from, state.unsettled_mass = True, past, mass
             else:
-                self._settle(span.slot, state, decoding=continues)
+                self._record_mass(span.slot, mass)
+                self._settle(span.slot, state, decoding=past > 0 and span.num_tokens == 1)
+
+    def may_be_draft(self, num_past: int, num_new: int) -> bool:
+        """Whether a step of that shape might be taken back by a crop, as drafts are."""
+        return num_past > 0 and 1 < num_new <= _MAX_DRAFT_TOKENS
 
     def abort(self, spans: Seq[Span]) -> None:
         """Take back the pages that `begin` opened for `spans`."""
@@ -191,7 +201,6 @@ class KVManager:
 
     def _settle(self, slot: int, state: SequenceState, decoding: bool) -> None:
         """Summaries for completed pages, then the policy, then demotion of what it left."""
-        state.unsettled = False
         num_full = state.num_tokens // self.config.page_size
         if num_full > state.num_complete:
             for group in self.groups:
@@ -205,6 +214,24 @@ class KVManager:
             for group in self.groups:
                 self.counters["demoted"] += group.demote(slot, stop, hot_start)
             state.demoted = range(first, hot_start)
+
+    def _settle_draft(self, slot: int, state: SequenceState) -> None:
+        """What was left of the last step after cropping counts for good."""
+        num_accepted = max(0, state.num_tokens - state.unsettled_from)
+        self._record_mass(slot, {layer: mass[:num_accepted] for layer, mass in state.unsettled_mass.items()})
+        state.unsettled, state.unsettled_mass = False, {}
+        self._settle(slot, state, decoding=True)
+
+    def _record_mass(self, slot: int, mass_by_layer: SpanMass) -> None:
+        """One tensor operation per group and observation, whatever the number of layers."""
+        for group in self.groups if mass_by_layer else ():
+            device = group.geometry.device
+            mass = torch.stack([mass_by_layer[layer] for layer in group.rows], dim=1)  # [N, rows, H, pages]
+            pages = torch.arange(mass.shape[-1], device=device).expand(1, mass.shape[-2], -1)
+            slots = torch.tensor([slot], device=device)
+            places = torch.cat([group.places(layer, slots, pages).flatten() for layer in group.rows])
+            for observation in mass:
+                group.observe(places, observation.flatten())
 
     def _is_time_to_judge(self, state: SequenceState, hot_start: int, decoding: bool) -> bool:
         if self.config.cold != "drop" or hot_start <= state.demoted.start:
@@ -272,7 +299,7 @@ class KVManager:
     def _open(self, span: Span) -> None:
         state = self._sequence(span.slot)
         if state.unsettled:
-            self._settle(span.slot, state, decoding=True)
+            self._settle_draft(span.slot, state)
         held = self._num_pages(state.num_tokens)
         needed = self._num_pages(state.num_tokens + span.num_tokens)
         if not state.owns_last and state.num_tokens % self.config.page_size:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 OBSERVED_QUERIES = 32  # the last ones of a prompt's chunk
-# A step of 2 to this many tokens over existing history may be a draft that is cropped away again: what it changes for
-# good (demotion, drops) waits for the next step, and only its first query is observed. A rejected draft leaves nothing.
-MAX_DRAFT_TOKENS = 16
+
+
+SpanMass = dict[int, Tensor]  # layer -> mass [N, H, pages] of a span's observed tokens
 
 
 class KVStep:
@@ -34,7 +34,8 @@ class KVStep:
         self._open = True
         self._write_rows: dict[int, Tensor] = {}
         self._index: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._observed: list[tuple[StreamGroup, int, Tensor, Tensor]] = []  # group, round, places, mass
+        self._decoded: dict[int, tuple[StreamGroup, list[Tensor], list[Tensor]]] = {}  # group, places, mass
+        self._observed: list[SpanMass] = [{} for _ in spans]
 
     @cached_property
     def seq_lens(self) -> list[int]:
@@ -142,22 +143,21 @@ class KVStep:
         """
         group = self.manager._group_of[layer]
         slots, _ = self.index(group.geometry.device)
-        self._observed.append((group, 0, group.places(layer, slots, pages).flatten(), mass.flatten()))
+        _, all_places, all_mass = self._decoded.setdefault(id(group), (group, [], []))
+        all_places.append(group.places(layer, slots, pages).flatten())
+        all_mass.append(mass.flatten())
 
-    def observed_queries(self, index: int) -> slice:
-        """Which new tokens of a span are observed: the last ones of a prompt, the first of what may be a draft."""
+    def observed_queries(self, index: int) -> tuple[slice, int]:
+        """Which new tokens of a span are observed, and in how many observations: the last ones of a prompt in a full
+        window; every one of what may be a draft, so that those of rejected tokens can be forgotten."""
         num_tokens = self.spans[index].num_tokens
-        if self.past_lens[index] and num_tokens <= MAX_DRAFT_TOKENS:
-            return slice(0, 1)
-        return slice(max(0, num_tokens - OBSERVED_QUERIES), num_tokens)
+        if self.manager.may_be_draft(self.past_lens[index], num_tokens):
+            return slice(0, num_tokens), num_tokens
+        return slice(max(0, num_tokens - OBSERVED_QUERIES), num_tokens), self.manager.config.observation_window
 
     def observe_span(self, layer: int, index: int, mass: Tensor) -> None:
-        """The same for the queries of one span: `mass [N, H, pages]`, oldest first, over all its logical pages."""
-        group = self.manager._group_of[layer]
-        slots, _ = self.index(group.geometry.device)
-        pages = torch.arange(mass.shape[-1], device=mass.device).expand(1, mass.shape[1], -1)
-        places = group.places(layer, slots[index : index + 1], pages).flatten()
-        self._observed.extend((group, turn, places, one.flatten()) for turn, one in enumerate(mass))
+        """The same for a span of several tokens: `mass [N, H, pages]`, oldest first, over all its logical pages."""
+        self._observed[index][layer] = mass
 
     def count_read(self, pages: Tensor) -> None:
         """Count what a decode step reads, `pages [B, H, S]` of one layer: tokens, and those older than the hot zone."""
@@ -172,25 +172,14 @@ class KVStep:
             recalled = (pages >= first) & (pages < stop)
             manager.recalled_tokens += float(recalled.sum(-1).float().mean()) * page_size
 
-    def _record_mass(self) -> None:
-        """One tensor operation per group and round, whatever the number of layers."""
-        batches: dict[tuple[int, int], tuple[StreamGroup, list[Tensor], list[Tensor]]] = {}
-        for group, turn, places, mass in self._observed:
-            batch = batches.setdefault((turn, id(group)), (group, [], []))
-            batch[1].append(places)
-            batch[2].append(mass)
-        for key in sorted(batches, key=lambda key: key[0]):
-            group, all_places, all_mass = batches[key]
-            group.observe(torch.cat(all_places), torch.cat(all_mass))
-        self._observed.clear()
-
     # -- ending ------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
         if self._open:
             self._open = False
-            self._record_mass()
-            self.manager.commit(self.spans)
+            for group, places, mass in self._decoded.values():
+                group.observe(torch.cat(places), torch.cat(mass))
+            self.manager.commit(self.spans, self._observed)
 
     def abort(self) -> None:
         if self._open:

@@ -38,8 +38,8 @@ class AttentionStep:
             q, new_k, new_v = (x[span.row, :, columns] for x in (query, k, v))
             out[span.row, columns] = prefill_attention(q, new_k, new_v, history, spec).transpose(0, 1)
             if self.kv.needs_mass:
-                queries, window = self.kv.observed_queries(index), self.config.observation_window
-                mass = prefill_page_mass(q, new_k, history, spec, queries, window, self.config.page_size)
+                observed = self.kv.observed_queries(index)
+                mass = prefill_page_mass(q, new_k, history, spec, *observed, page_size=self.config.page_size)
                 self.kv.observe_span(layer, index, mass)
         return out
 
