@@ -7,7 +7,7 @@ import torch
 from attention_cases import make_case
 from torch import Tensor
 
-from gsm.attention import prefill_attention
+from gsm.attention import prefill_attention, prefill_page_mass
 from gsm.attention.reference import ReferenceAttention
 from gsm.core.view import AttentionSpec, KVView
 
@@ -95,3 +95,40 @@ def test_the_last_query_equals_a_decode_step() -> None:
         prefill = prefill_attention(query, k, v, None, spec)[:, -1]
         decode = ReferenceAttention().decode(case.query, case.view, spec, None).out[0]
         torch.testing.assert_close(prefill, decode, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("dropped", [0.0, 0.5])
+@pytest.mark.parametrize("num_past", [0, 5, 48, 75])
+def test_page_mass_is_its_definition(spec: AttentionSpec, dropped: float, num_past: int) -> None:
+    """Against decode steps of the reference: one per new token, over a store that holds all tokens before it."""
+    page_size, length = 16, 9
+    query, k, _ = _new(length)
+    view, past_k = None, torch.zeros(H, 0, D)
+    there = torch.zeros(H, 0, dtype=torch.bool)
+    if num_past:
+        view, past_k, _, there = _history(num_past, dropped=dropped, hot_size=20)
+    keys = torch.cat((past_k, k), dim=1)
+    seen = torch.cat((there, torch.ones(H, length, dtype=torch.bool)), dim=1)
+    expected = torch.zeros(length, H, -(-(num_past + length) // page_size))
+    for t in range(length):
+        position = num_past + t
+        oldest = 0 if spec.window is None else max(0, position - spec.window + 1)
+        for h in range(H):
+            tokens = [j for j in range(oldest, position + 1) if seen[h, j]]
+            logits = query[h * G : (h + 1) * G, t] @ keys[h, tokens].T * spec.scale
+            if spec.softcap is not None:
+                logits = spec.softcap * torch.tanh(logits / spec.softcap)
+            if spec.sink_logits is not None:
+                sinks = spec.sink_logits[h * G : (h + 1) * G, None]
+                weights = torch.cat((logits, sinks), dim=-1).softmax(-1)[:, :-1]
+            else:
+                weights = logits.softmax(-1)
+            for page in range(expected.shape[-1]):
+                inside = torch.tensor([j // page_size == page for j in tokens])
+                expected[t, h, page] = weights[:, inside].sum(-1).max()
+    mass = prefill_page_mass(query, k, view, spec, slice(0, length), length, page_size)
+    torch.testing.assert_close(mass, expected, atol=2e-5, rtol=1e-4)
+    averaged = prefill_page_mass(query, k, view, spec, slice(3, length), 2, page_size)
+    halves = torch.stack((expected[3:6].mean(0), expected[6:9].mean(0)))
+    torch.testing.assert_close(averaged, halves, atol=2e-5, rtol=1e-4)

@@ -45,8 +45,8 @@ def command(
     from gsm.config import load_config
     from gsm.errors import InputError
     from gsm.measure.plan import PlannedModel, arch_from_numbers, make_plan, parse_bytes, plan_model, render_plan
-    from gsm.models.sizes import parse_dtype
     from gsm.models.memory import default_memory
+    from gsm.models.sizes import parse_dtype
     from gsm.results import check_writable, write_result
 
     if json_file:

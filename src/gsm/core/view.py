@@ -62,7 +62,7 @@ class KVView:
         return ids.masked_fill(beyond.unsqueeze(1), -1)
 
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of pages `ids [..., S]`: `k [..., S * page_size, k_dim]`, `v [...]`; zeros where the id is negative."""
+        """Tokens of pages `ids [..., S]`: `k [..., S * page_size, k_dim]`, `v [...]`; zeros where an id is negative."""
         flat = ids.reshape(-1)
         if self.warm is None:
             rows = self.records["hot"][flat.clamp_min(0)].long()
