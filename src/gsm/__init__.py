@@ -19,7 +19,7 @@ _PUBLIC = {
     "load_model": "gsm.models",
 }
 
-__all__ = ["Cache", "GsmConfig", "GsmError", "attach", "load_config", "load_model"]  # noqa: F822
+__all__ = ["Cache", "GsmConfig", "GsmError", "attach", "load_config", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
