@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": "See on a real model, in minutes, what GSM does.",
     "doctor": "Check software, devices and a model; every problem comes with its remedy.",
     "eval": "Quality of a config against the full cache; exit code 1 when it misses its tolerance.",
+    "explain": "Where every token of a sequence is, or why and when it went.",
     "generate": "Generate text through the tiered cache.",
     "load": "Latency percentiles and paired comparisons of any OpenAI-compatible server.",
     "plan": "What fits in memory and what tiers can gain, from a config alone.",

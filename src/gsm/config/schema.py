@@ -30,7 +30,7 @@ class SparseConfig(Section):
     """Which pages a decode step reads.
 
     ``budget_tokens`` counts sinks, recent tokens and selected older pages together. With neither budget given it is
-    ``max(1024, n / 8)`` for a context of n tokens.
+    ``max(1024, n / 8)`` for a context of n tokens. Where a policy drops pages, n is what a head still holds on average.
     """
 
     enabled: bool = False

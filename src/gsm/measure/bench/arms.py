@@ -22,6 +22,10 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "full": {"cache": {"warm": {"codec": "none"}}},
     "tiers": {},
     "sparse": {"cache": {"sparse": {"enabled": True}}},
+    "sparse-int4": {"cache": {"preset": "sparse-int4"}},
+    "evict": {"cache": {"preset": "evict"}},
+    "evict-literal": {"cache": {"preset": "evict-literal"}},
+    "evict+sparse": {"cache": {"preset": "evict+sparse"}},
 }
 
 
