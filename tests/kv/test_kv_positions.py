@@ -37,7 +37,8 @@ def test_the_tiers_of_a_sequence() -> None:
     assert (tokens[..., 32:] == HOT).all()
     assert positions.shares() == {"hot": 13 / 41, "warm": 28 / 41, "removed": 0.0}
     place = positions.token(10)[0]
-    assert (place.layer, place.head, place.tier, place.page) == (0, 0, "warm", 2)
+    assert (place.layer, place.head, place.tier, place.page, place.stored) == (0, 0, "warm", 2, "int8")
+    assert {p.stored for p in positions.token(40)} == {"full precision"}
     group = manager.groups[0]
     assert int(group.pages.fields["warm"][place.page_id]) == place.unit
     for wrong in (-1, 41):

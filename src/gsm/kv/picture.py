@@ -46,6 +46,7 @@ def draw_positions(positions: PositionMap, path: str | Path, title: str = "") ->
         Patch(color=colour, label=f"{name} {shares[name]:.0%}") for name, colour in zip(TIERS, _COLOURS, strict=True)
     ]
     figure.legend(handles=labels, loc="outside lower center", ncols=3, frameon=False)
+    tiers = torch.cat((tiers, tiers[:, -1:]), dim=1)  # the last step needs an end
     position = torch.arange(tiers.shape[1]) * positions.page_size
     bottom.stackplot(
         position.numpy(), *[(tiers == index).float().mean(0).numpy() for index in range(len(TIERS))], colors=_COLOURS,

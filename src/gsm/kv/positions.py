@@ -29,10 +29,11 @@ class Place:
 
     layer: int
     head: int
-    tier: str  # one of TIERS
+    tier: str  # one of TIERS; sinks and the hot zone are hot
     page: int  # logical page: position // page_size
     page_id: int | None  # physical page; None when removed
-    unit: int | None  # row of the tier's pool
+    stored: str | None  # "full precision", or the codec's name
+    unit: int | None  # row of the pool of that kind
     removed_at: int | None = None  # sequence length when it went
     removed_by: str | None = None  # the policy, or "warm_size" for the cap
 
@@ -46,7 +47,9 @@ class PositionMap:
     layers: tuple[int, ...]
     page_ids: Tensor  # int64, -1 = removed
     tier: Tensor  # int8: index into TIERS
-    unit: Tensor  # int64: row of the tier's pool, -1 = removed
+    codec: str  # of coded pages
+    is_coded: Tensor  # bool: only codes are left, no full precision
+    unit: Tensor  # int64: row of the pool of coded or of full-precision pages, -1 = removed
     skip: Tensor  # int64: leading slots of the page whose tokens were removed before the page was opened anew
     codes: Tensor  # int64: removal of the page, or of its skipped slots
 
@@ -68,8 +71,9 @@ class PositionMap:
         if tier == REMOVED or offset < int(self.skip[at]):
             code = self.codes[at]
             reason = REASONS[int(removed_by(code))]
-            return Place(layer, head, TIERS[REMOVED], page, None, None, int(removed_at(code)), reason)
-        return Place(layer, head, TIERS[tier], page, int(self.page_ids[at]), int(self.unit[at]))
+            return Place(layer, head, TIERS[REMOVED], page, None, None, None, int(removed_at(code)), reason)
+        stored = self.codec if bool(self.is_coded[at]) else "full precision"
+        return Place(layer, head, TIERS[tier], page, int(self.page_ids[at]), stored, int(self.unit[at]))
 
     def tokens_by_tier(self) -> Tensor:
         """int8 `[layers, H, num_tokens]`: index into TIERS of every token, -1 for absent heads."""
@@ -127,16 +131,18 @@ def position_map(manager: KVManager, slot: int) -> PositionMap:
         tuple(layers),
         page_ids=torch.full(shape, -1),
         tier=torch.full(shape, -1, dtype=torch.int8),
+        codec=manager.config.warm.codec,
+        is_coded=torch.zeros(shape, dtype=torch.bool),
         unit=torch.full(shape, -1),
         skip=torch.zeros(shape, dtype=torch.long),
         codes=torch.full(shape, -1),
     )
     for group in manager.groups:
-        _fill(result, group, slot)
+        _fill(result, group, slot, manager.sequences[slot].demoted)
     return result
 
 
-def _fill(result: PositionMap, group: StreamGroup, slot: int) -> None:
+def _fill(result: PositionMap, group: StreamGroup, slot: int, demoted: range) -> None:
     num_pages = result.tier.shape[-1]
     if num_pages == 0:
         return
@@ -145,7 +151,9 @@ def _fill(result: PositionMap, group: StreamGroup, slot: int) -> None:
     held = entries.clamp_min(0)
     there = entries >= 0
     hot, warm = records["hot"][held].long(), records["warm"][held].long()
-    tier = torch.where(hot >= 0, HOT, WARM).masked_fill(~there, REMOVED).to(torch.int8)
+    page = torch.arange(num_pages)
+    is_warm = ((page >= demoted.start) & (page < demoted.stop)).expand_as(entries)
+    tier = torch.where(is_warm, WARM, HOT).masked_fill(~there, REMOVED).to(torch.int8)
     skip = records["skip"][held].long().masked_fill(~there, 0)
     codes = entries.masked_fill(there, -1)
     for page_id, code in group.gaps.items():
@@ -155,6 +163,7 @@ def _fill(result: PositionMap, group: StreamGroup, slot: int) -> None:
     values = {
         "page_ids": entries.masked_fill(~there, -1),
         "tier": tier,
+        "is_coded": there & (hot < 0),
         "unit": torch.where(hot >= 0, hot, warm).masked_fill(~there, -1),
         "skip": skip,
         "codes": codes,
