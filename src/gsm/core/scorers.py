@@ -7,8 +7,7 @@ functions, so that other runtimes can use them with their own page tables.
   one number for their spread; what the mean hides is the odd key that draws much attention. Such keys are short
   (arXiv:2406.11430 uses this to evict), so the key with the smallest norm is kept as it is. The estimate is
   log(n exp(q.mean + c |q| radius) + exp(q.anchor)), normalised over all pages for each query head, then summed
-  over the group. Measured on the demo model it misses 0.007 more of the attention mass than an oracle, where
-  mean + sigma misses 0.046-0.07 more (benchmarks/LOG.md).
+  over the group. Half of the way from mean + 1.5 sigma to an oracle in output error (benchmarks/LOG.md).
 * `mean_sigma`: q.mean + c * sqrt(sum q^2 var): the logits of a page are taken as normally distributed.
 * `minmax`: an upper bound of q.k over the page, sum max(q * min, q * max) (Quest, arXiv:2406.10774).
 """
@@ -36,7 +35,7 @@ class Scorer(ABC):
 
     name: str
 
-    def __init__(self, sigma: float = 1.0) -> None:
+    def __init__(self, sigma: float = 2.5) -> None:
         self.sigma = sigma
 
     @abstractmethod
