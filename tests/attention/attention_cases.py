@@ -38,11 +38,15 @@ def make_case(
     hot_size: int = 40,
     scorer: str = "mean_sigma",
     dropped: float = 0.0,
+    chilled: float = 0.0,
     poison: bool = True,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Case:
-    """Sequences of `lengths` tokens (the newest written, not committed), `dropped` of their older pages gone."""
+    """Sequences of `lengths` tokens (the newest written, not committed), `dropped` of their older pages gone.
+
+    `chilled` is the share of older pages that are int4 in the cold pool.
+    """
     generator = torch.Generator().manual_seed(seed)
     config = CacheConfig.model_validate(
         {
@@ -50,6 +54,7 @@ def make_case(
             "hot_size": hot_size,
             "recent_tokens": min(8, hot_size),
             "warm": {"codec": codec},
+            **({"policy": "threshold", "threshold": 0.5, "cold": "int4"} if chilled else {}),
             "sparse": {"scorer": scorer},
         }
     )
@@ -69,6 +74,8 @@ def make_case(
             step.commit()
     if dropped and manager.groups:
         _drop(manager, slots, dropped, generator)
+    if chilled:
+        _chill(manager, slots, chilled, generator)
     step = manager.begin([Span(slot, row, 0, 1) for row, slot in enumerate(slots)])
     for layer in range(2):
         step.write(layer, *(torch.stack([pair[i][:, -1:] for pair in tokens]) for i in (0, 1)))
@@ -91,16 +98,24 @@ def _drop(manager: KVManager, slots: list[int], share: float, generator: torch.G
     manager.check_integrity()
 
 
+def _chill(manager: KVManager, slots: list[int], share: float, generator: torch.Generator) -> None:
+    group = manager.groups[0]
+    for slot in slots:
+        stop = manager.sequences[slot].demoted.stop
+        shape = (len(group.rows), group.geometry.num_kv_heads, stop)
+        group.chill(slot, torch.rand(shape, generator=generator) < share)
+    manager.check_integrity()
+
+
 def _poison(manager: KVManager, view: KVView) -> None:
     """NaN in every slot that holds no token: free units, and the rest of each last page (CASES B1)."""
     group = manager.groups[0]
     free = group.hot.refs == 0
     for name in ("k", "v"):
         group.hot.fields[name][free] = torch.nan
-    if group.warm is not None:
-        unused = group.warm.refs == 0
-        for field in group.warm.fields.values():
-            field[unused] = torch.nan if field.dtype.is_floating_point else 127
+    for pool in (group.warm, group.cold):
+        for field in pool.fields.values() if pool is not None else ():
+            field[pool.refs == 0] = torch.nan if field.dtype.is_floating_point else 127
     ids = view.page_ids()
     for b, length in enumerate(view.seq_lens.tolist()):
         if length % view.page_size:

@@ -75,6 +75,14 @@ def test_mixtures_of_hot_and_warm_pages(
     check(kernel, case, SPEC, selection_for(case, fixed + 5, fixed + 3, fixed + 2))
 
 
+@pytest.mark.parametrize("dropped", [0.0, 0.3])
+def test_cold_pages_in_int4(kernel: DecodeAttention, dropped: float) -> None:
+    case = make_case((150, 60, 20), chilled=0.5, dropped=dropped, hot_size=20, v_dim=64)
+    assert case.view.cold is not None
+    check(kernel, case, SPEC)
+    check(kernel, case, SPEC, selection_for(case, 6, 4, 3))
+
+
 @pytest.mark.parametrize("scorer", ["mean_sigma", "minmax"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("dropped", [0.0, 0.6])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gsm.core.codec import CODECS, Int4Codec, quantise_symmetric, v_group
 
@@ -134,3 +137,18 @@ def test_symmetric_codes_never_leave_their_range(shape: tuple[int, ...]) -> None
     assert codes.abs().max() <= 127
     assert torch.isfinite(scale.float()).all()
     assert scale.shape == x.shape[:-1]
+
+
+@pytest.mark.parametrize("name", list(CODECS))
+def test_codes_survive_host_disk_and_back_bit_for_bit(name: str, tmp_path: Path) -> None:  # CASES D5
+    k, v = _pages("outlier", 64, 64, torch.float32)
+    codec = CODECS[name]
+    fields = codec.encode(k, v)
+    save_file({field: values.contiguous() for field, values in fields.items()}, tmp_path / "pages.safetensors")
+    back = load_file(tmp_path / "pages.safetensors")
+    assert back.keys() == fields.keys()
+    for field, values in fields.items():
+        assert back[field].dtype == values.dtype
+        assert torch.equal(back[field].view(torch.uint8), values.contiguous().view(torch.uint8)), field
+    for ours, theirs in zip(codec.decode(back, torch.float32), codec.decode(fields, torch.float32), strict=True):
+        assert torch.equal(ours, theirs)

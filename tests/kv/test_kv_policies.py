@@ -6,9 +6,11 @@ import pytest
 import torch
 from kv_model import HEADS, LAYERS, append, make_config, pages_in_use, random_tokens, stored, write
 
+from gsm.config import load_config
 from gsm.errors import ConfigError
 from gsm.kv.manager import KVManager
 from gsm.kv.policies import PageFacts, beyond, make_policy
+from gsm.kv.positions import COLD
 
 NAN = float("nan")
 
@@ -74,22 +76,19 @@ def test_contradictions_are_refused() -> None:
         {"policy": "budget"},
         {"threshold": 0.1},
         {"policy": "recent"},
+        {"policy": "recent", "cold": "int4"},
+        {"policy": "threshold", "threshold": 0.1, "cold": "int4", "warm": {"codec": "none"}},
+        {"warm": {"codec": "int4"}, "page_size": 4},
     ):
         with pytest.raises(ConfigError):
-            _validated(settings)
-
-
-def _validated(settings: dict[str, object]) -> object:
-    from gsm.config import load_config
-
-    return load_config({"cache": settings})
+            load_config({"cache": settings})
 
 
 class Decoder:
     """Prompts and decode steps whose attention mass is dictated by the test."""
 
     def __init__(self, **settings: object) -> None:
-        self.manager = KVManager(LAYERS, make_config(warm={"codec": "none"}, **settings))
+        self.manager = KVManager(LAYERS, make_config(**{"warm": {"codec": "none"}, **settings}))
         self.generator = torch.Generator().manual_seed(0)
         self.slot = self.manager.add_sequence()
 
@@ -220,6 +219,52 @@ def test_more_than_the_capacity_evicts_the_lightest(  # CASES A11
         store.decode(mass)
         judged_late = 16 // 4 + 1
         assert (store.held().sum(-1) <= 1 + 8 + 4 + judged_late).all()
+
+
+def test_cold_pages_become_int4_and_stay_readable() -> None:
+    settings = {"policy": "threshold", "threshold": 0.05, "cold": "int4", "warm": {"codec": "int8"}, "page_size": 8}
+    store = Decoder(**settings, hot_size=16)
+    store.prompt(160)
+    original, _ = stored(store.manager, store.slot)
+    mass = torch.full((LAYERS, HEADS, 40), 0.2)
+    mass[1, 0, 2:12] = mass[2, 1, 0:30] = 0.001
+    store.decode(mass)
+    stats = store.manager.stats()
+    sinks, warm = 1, (161 - 16) // 8
+    assert stats.num_chilled == stats.pages_by_tier["cold"] == 10 + (warm - sinks)
+    per_page = {tier: stats.bytes_by_tier[tier] / stats.pages_by_tier[tier] for tier in ("hot", "warm", "cold")}
+    assert per_page["cold"] < per_page["warm"] < per_page["hot"]
+    tiers = store.manager.explain(store.slot).tokens_by_tier()[..., ::8]
+    assert (tiers[1, 0, 2:12] == COLD).all()
+    assert (tiers[2, 1, sinks:warm] == COLD).all()
+    tokens, there = stored(store.manager, store.slot)
+    assert there.all()
+    assert torch.equal(tokens.k[0, :, :160], original.k[0])  # other streams are untouched
+    cold_k, warm_k = tokens.k[1, 0, 16:96].unflatten(0, (10, 8)), original.k[1, 0, 16:96].unflatten(0, (10, 8))
+    step = (warm_k.amax(1, keepdim=True) - warm_k.amin(1, keepdim=True)) / 15
+    assert ((cold_k - warm_k).abs() <= 0.51 * step + 2e-3).all()
+    assert not torch.equal(cold_k, warm_k)
+    twin = store.manager.fork(store.slot)
+    store.manager.crop(twin, 85)  # reopens a cold page: decoded once, never coded again
+    append(store.manager, {twin: random_tokens(100, store.generator)})
+    store.manager.check_integrity()
+    again, _ = stored(store.manager, twin)
+    assert torch.equal(again.k[:, :, :85], tokens.k[:, :, :85])
+    for slot in (store.slot, twin):
+        store.manager.free(slot)
+    assert not any(pages_in_use(store.manager))
+
+
+def test_a_page_that_a_twin_wants_in_full_precision_is_not_chilled() -> None:
+    settings = {"policy": "threshold", "threshold": 0.05, "cold": "int4", "warm": {"codec": "int8"}, "page_size": 8}
+    store = Decoder(**settings, hot_size=64)
+    store.prompt(80)
+    twin = store.manager.fork(store.slot)  # its hot zone starts at page 2
+    before, _ = stored(store.manager, twin)
+    store.decode(torch.zeros(LAYERS, HEADS, 40), steps=40)
+    after, _ = stored(store.manager, twin)
+    assert torch.equal(after.k[:, :, 16:], before.k[:, :, 16:])
+    assert store.manager.stats().num_chilled == LAYERS * HEADS
 
 
 def test_drops_in_one_fork_do_not_touch_the_other() -> None:

@@ -35,7 +35,7 @@ def test_the_tiers_of_a_sequence() -> None:
     assert (tokens[..., :4] == HOT).all()  # the sink page
     assert (tokens[..., 4:32] == WARM).all()
     assert (tokens[..., 32:] == HOT).all()
-    assert positions.shares() == {"hot": 13 / 41, "warm": 28 / 41, "removed": 0.0}
+    assert positions.shares() == {"hot": 13 / 41, "warm": 28 / 41, "cold": 0.0, "removed": 0.0}
     place = positions.token(10)[0]
     assert (place.layer, place.head, place.tier, place.page, place.stored) == (0, 0, "warm", 2, "int8")
     assert {p.stored for p in positions.token(40)} == {"full precision"}
@@ -85,13 +85,17 @@ class PositionMachine(RuleBasedStateMachine):
                 {"policy": "recent", "sink_mass": 0.9},
             ]
         ),
-        codec=st.sampled_from(["none", "int8"]),
-        page_size=st.sampled_from([1, 4]),
+        layout=st.sampled_from(
+            [("none", 1, "drop"), ("none", 4, "drop"), ("int8", 1, "drop"), ("int8", 4, "drop"), ("int8", 8, "int4")]
+        ),
         sinks=st.sampled_from([0, 3]),
         seed=st.integers(0, 1000),
     )
-    def start(self, policy: dict[str, object], codec: str, page_size: int, sinks: int, seed: int) -> None:
-        config = make_config(page_size=page_size, sink_tokens=sinks, cold="drop", warm={"codec": codec}, **policy)
+    def start(self, policy: dict[str, object], layout: tuple[str, int, str], sinks: int, seed: int) -> None:
+        codec, page_size, cold = layout
+        if cold == "int4" and policy["policy"] == "recent":
+            policy = {"policy": "threshold", "threshold": 0.5}  # recent calls everything cold, which is refused
+        config = make_config(page_size=page_size, sink_tokens=sinks, cold=cold, warm={"codec": codec}, **policy)
         self.manager = KVManager(LAYERS, config)
         self.model: dict[int, Tokens] = {}
         self.gone: dict[int, torch.Tensor] = {}
@@ -174,6 +178,9 @@ class PositionMachine(RuleBasedStateMachine):
         assert torch.equal(tiers != REMOVED, there)
         if self.manager.config.warm.codec == "none":
             assert torch.equal(tokens.k[there], expected.k[there])
+        if self.manager.config.cold == "int4":
+            assert there.all()
+            assert (tokens.k - expected.k).abs().max() <= 0.4  # half a step of int4 over random keys
         self._check_removals(slot, positions, tiers, n)
         config = self.manager.config
         if not expected.was_cropped:

@@ -30,6 +30,7 @@ class NumbaAttention(DecodeAttention):
     def serves(view: KVView, spec: AttentionSpec) -> bool:
         """float32 and bfloat16 pages without windows, soft-caps, sink logits or gaps."""
         plain = spec.window is None and spec.softcap is None and spec.sink_logits is None and not view.has_skips
+        plain = plain and view.cold is None
         return plain and view.hot["k"].dtype in (torch.float32, torch.bfloat16) and view.scorer.name in _MODES
 
     def decode(self, query: Tensor, view: KVView, spec: AttentionSpec, selection: Selection | None) -> DecodeResult:

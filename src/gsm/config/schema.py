@@ -16,6 +16,7 @@ from gsm.config.smoothing import SmoothingConfig
 CodecName = Literal["none", "int8", "int4"]
 PolicyName = Literal["keep_all", "recent", "threshold", "budget"]
 ScorerName = Literal["anchor", "mean_sigma", "minmax"]
+MIN_INT4_PAGE = 8  # tokens; below it int4 with its scales is larger than int8
 BackendName = Literal["auto", "reference", "torch", "numba"]
 
 
@@ -93,6 +94,11 @@ class CacheConfig(Section):
                 f"recent_tokens ({self.recent_tokens}) exceeds hot_size ({self.hot_size}); "
                 "recent tokens are always kept in full precision, so raise hot_size"
             )
+        if "int4" in (self.warm.codec, self.cold) and self.page_size < MIN_INT4_PAGE:
+            raise ValueError(
+                f"int4 has one scale per channel and page, so at page_size {self.page_size} it takes more memory than "
+                f"int8; use page_size >= {MIN_INT4_PAGE}, or int8"
+            )
         if self.observation_window > self.stats_max_history:
             raise ValueError(
                 f"observation_window ({self.observation_window}) exceeds stats_max_history ({self.stats_max_history})"
@@ -115,8 +121,15 @@ class CacheConfig(Section):
             raise ValueError(f"a threshold has no effect under policy '{self.policy}'; set policy: threshold")
         if self.policy == "budget" and self.warm_size is None:
             raise ValueError("policy 'budget' needs warm_size, the number of older tokens to keep per head")
-        if self.policy == "recent" and self.cold != "drop":
+        if self.policy == "recent" and self.cold == "keep":
             raise ValueError("policy 'recent' forgets what leaves the hot zone; accept that with cold: drop")
+        if self.cold == "int4" and self.warm.codec != "int8":
+            raise ValueError(
+                f"cold: int4 turns int8 codes into int4, but warm.codec is {self.warm.codec}; set warm.codec: int8, or "
+                "store older pages as int4 from the start with warm.codec: int4 and cold: keep"
+            )
+        if self.policy == "recent" and self.cold == "int4":
+            raise ValueError("policy 'recent' calls every older page cold; set warm.codec: int4 instead of cold: int4")
         if self.policy == "keep_all" and self.cold != "keep":
             raise ValueError(f"policy 'keep_all' never makes a page cold; cold: {self.cold} has no effect")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gsm.core.codec import Codec, Fields
+from gsm.core.codec import CODECS, Codec, Fields
 from gsm.core.scorers import Scorer, Summary
 
 
@@ -53,6 +53,7 @@ class KVView:
     scorer: Scorer
     scratch: dict[str, Any]  # back ends keep here what they derive from the pools; lives as long as these
     has_skips: bool = False  # the first records["skip"] slots of some page hold no token
+    cold: Fields | None = None  # int4 codes of pages whose records["cold"] is >= 0; None while there are none
 
     def page_ids(self) -> Tensor:
         """Page ids int64 `[B, H, max_pages]`; negative where there is no page."""
@@ -81,10 +82,17 @@ class KVView:
         present = flat.clamp_min(0)
         hot_rows = self.records["hot"][present].long()
         k, v = self.hot["k"][hot_rows.clamp_min(0)], self.hot["v"][hot_rows.clamp_min(0)]
-        coded = (hot_rows < 0).nonzero().squeeze(-1)
-        warm_rows = self.records["warm"][present[coded]].long()
-        k[coded], v[coded] = self.codec.decode({name: field[warm_rows] for name, field in self.warm.items()}, k.dtype)
+        self._decode_into(k, v, present, (hot_rows < 0).nonzero().squeeze(-1), "warm", self.warm, self.codec)
+        if self.cold is not None:
+            is_cold = ((hot_rows < 0) & (self.records["cold"][present] >= 0)).nonzero().squeeze(-1)
+            self._decode_into(k, v, present, is_cold, "cold", self.cold, CODECS["int4"])
         return k, v
+
+    def _decode_into(
+        self, k: Tensor, v: Tensor, ids: Tensor, where: Tensor, tier: str, fields: Fields, codec: Codec
+    ) -> None:
+        rows = self.records[tier][ids[where]].long()
+        k[where], v[where] = codec.decode({name: field[rows] for name, field in fields.items()}, k.dtype)
 
     def summaries(self, ids: Tensor) -> Summary:
         """Summaries `[...]` of pages `ids [...]` (any value where the id is negative or the page is not complete)."""

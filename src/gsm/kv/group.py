@@ -6,7 +6,8 @@ one sequence start with pages at the same places and may lose pages one by one. 
 * one row of `records`: where its tokens lie, its key summary, how many sequences still want it in full precision;
 * a unit of the `hot` pool (full precision) until every sequence that holds it has demoted it;
 * a unit of the `warm` pool (codes) from then on. Codes are written once: a page that is reopened for writing after it
-  was coded stays in full precision for the rest of its life, so that no token is ever quantised a second time.
+  was coded stays in full precision for the rest of its life, so that no token is ever quantised a second time;
+* a unit of the `cold` pool (int4) instead, once the policy calls it cold under `cold: int4`, for good.
 
 `skip` counts the leading slots of a page that hold no token: a crop into a dropped page opens an empty one in its
 place, and what was dropped stays dropped. Where a page was dropped the table says when and why (`removal`).
@@ -55,6 +56,7 @@ class StreamGroup:
         scorer: Scorer,
         num_layers: int,
         statistics: MassStatistics | None = None,
+        has_cold_pool: bool = False,
     ) -> None:
         self.geometry = geometry
         self.page_size = page_size
@@ -74,7 +76,15 @@ class StreamGroup:
         self.hot = UnitPool(plain, g.device, capacity=0)
         coded = self.codec.fields(page_size, g.k_dim, g.v_dim, g.dtype)
         self.warm = UnitPool(coded, g.device, capacity=0) if codec != "none" else None
+        int4 = CODECS["int4"].fields(page_size, g.k_dim, g.v_dim, g.dtype)
+        self.cold = UnitPool(int4, g.device, capacity=0) if has_cold_pool else None
         self.table = lasting((0, num_layers, g.num_kv_heads, 0), torch.int32, g.device)
+
+    @property
+    def pools(self) -> dict[str, UnitPool]:
+        """The pools of tokens by the record field that points into them."""
+        pools = {"hot": self.hot, "warm": self.warm, "cold": self.cold}
+        return {name: pool for name, pool in pools.items() if pool is not None}
 
     # -- tables ------------------------------------------------------------------------------------------------
 
@@ -114,6 +124,7 @@ class StreamGroup:
         self._make_hot(ids)
         records = self.pages.fields
         records["warm"][ids] = -1
+        records["cold"][ids] = -1
         records["hot_refs"][ids] = 1
         records["skip"][ids] = 0
         records["reopened"][ids] = False
@@ -184,13 +195,12 @@ class StreamGroup:
         freed = self.pages.release(ids)
         for page_id in freed.tolist() if self.gaps else ():
             self.gaps.pop(page_id, None)
-        hot, warm = records["hot"][freed], records["warm"][freed]
-        self.hot.release(hot[hot >= 0].long())
-        if self.warm is not None:
-            self.warm.release(warm[warm >= 0].long())
-            if wants_hot:
-                survivors = ids[self.pages.refs[ids] > 0]
-                self._leave_hot(survivors[records["hot"][survivors] >= 0])
+        for name, pool in self.pools.items():
+            units = records[name][freed]
+            pool.release(units[units >= 0].long())
+        if self.warm is not None and wants_hot:
+            survivors = ids[self.pages.refs[ids] > 0]
+            self._leave_hot(survivors[records["hot"][survivors] >= 0])
 
     def drop(self, slot: int, stream_mask: Tensor, demoted: range, code: int) -> int:
         """Forget pages: `stream_mask [rows, H, pages]` is true where a page of a stream goes. Returns their number.
@@ -208,6 +218,33 @@ class StreamGroup:
         num_dropped = int(gone.sum())
         self.has_holes |= num_dropped > 0
         return num_dropped
+
+    def chill(self, slot: int, stream_mask: Tensor) -> int:
+        """Turn the codes of pages `stream_mask [rows, H, pages]` into int4, for good; returns how many changed.
+
+        Pages that some sequence wants in full precision, and those that are int4 already, stay as they are.
+        """
+        assert self.cold is not None
+        records = self.pages.fields
+        held = self.table[slot, : len(self.rows), :, : stream_mask.shape[-1]]
+        ids = held[stream_mask & (held >= 0)].long()
+        ids = ids[(records["hot"][ids] < 0) & (records["warm"][ids] >= 0)]
+        for block in _blocks(ids):
+            fields = CODECS["int4"].encode(*self._tokens(block))
+            units = self.cold.allocate(len(block))
+            for name, values in fields.items():
+                self.cold.fields[name][units] = values
+            self._release_codes(block)
+            records["cold"][block] = units.int()
+        return len(ids)
+
+    def _release_codes(self, ids: Tensor) -> None:
+        """Pages give up the codes they have."""
+        for name, pool in self.pools.items():
+            if name != "hot":
+                units = self.pages.fields[name][ids]
+                pool.release(units[units >= 0].long())
+                self.pages.fields[name][ids] = -1
 
     def num_dropped(self, slot: int, num_pages: int) -> int:
         """Pages among the first `num_pages` of a slot that were dropped, summed over streams."""
@@ -269,10 +306,9 @@ class StreamGroup:
         return copies
 
     def _reopen(self, ids: Tensor) -> None:
-        assert self.warm is not None
         records = self.pages.fields
         k, v = self._tokens(ids)
-        self.warm.release(records["warm"][ids].long())
+        self._release_codes(ids)
         records["reopened"][ids] = True
         self._attach_hot(ids, k, v)
 
@@ -283,6 +319,7 @@ class StreamGroup:
         units = records["hot"][ids].long()
         self.hot.fields["k"][units], self.hot.fields["v"][units] = k, v
         records["warm"][ids] = -1
+        records["cold"][ids] = -1
         records["hot_refs"][ids] = 1
 
     def _tokens(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -336,6 +373,7 @@ class StreamGroup:
             records=self.pages.fields,
             hot=self.hot.fields,
             warm=self.warm.fields if self.warm is not None else None,
+            cold=self.cold.fields if self.cold is not None and self.cold.num_used else None,
             codec=self.codec,
             scorer=self.scorer,
             scratch=self.scratch,
@@ -346,6 +384,7 @@ def _record_spec(k_dim: int) -> FieldSpec:
     return {
         "hot": ((), torch.int32),
         "warm": ((), torch.int32),
+        "cold": ((), torch.int32),
         "hot_refs": ((), torch.int16),
         "skip": ((), torch.int16),
         "reopened": ((), torch.bool),

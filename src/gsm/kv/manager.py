@@ -64,16 +64,18 @@ class KVManager:
         self.scorer = make_scorer(config.sparse.scorer, config.sparse.sigma)
         self.groups: list[StreamGroup] = []
         self.sequences: dict[int, SequenceState] = {}
-        self.counters = {"demoted": 0, "dropped": 0, "reopened": 0}
+        self.counters = {"demoted": 0, "chilled": 0, "dropped": 0, "reopened": 0}
         self.attended_tokens = 0.0  # summed over decode steps, sequences and layers, averaged over heads
         self.attended_samples = 0
         self.recalled_tokens = 0.0  # of those, older than the hot zone
         self._group_of: dict[int, StreamGroup] = {}
+        self._abandoned: list[int] = []
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
     def add_sequence(self) -> int:
         """A new empty sequence; returns its slot."""
+        self._free_abandoned()
         slot = next(i for i in range(len(self.sequences) + 1) if i not in self.sequences)
         sinks = self.config.num_sink_pages
         self.sequences[slot] = SequenceState(demoted=range(sinks, sinks))
@@ -96,6 +98,14 @@ class KVManager:
         for group in self.groups:
             group.release(slot, 0, self._num_pages(state.num_tokens), state.demoted)
         del self.sequences[slot]
+
+    def abandon(self, slots: list[int]) -> None:
+        """Forget sequences at the next opportunity. For finalizers, which may run in the middle of anything."""
+        self._abandoned.extend(slots)
+
+    def _free_abandoned(self) -> None:
+        while self._abandoned:
+            self.free(self._abandoned.pop())
 
     def crop(self, slot: int, num_tokens: int) -> None:
         """Shorten a sequence to its first `num_tokens` tokens. What was dropped below stays dropped."""
@@ -133,6 +143,7 @@ class KVManager:
 
     def begin(self, spans: Seq[Span]) -> KVStep:
         """Open the pages that `spans` need. Raises OutOfPages, in which case nothing changed."""
+        self._free_abandoned()
         opened: list[tuple[Span, int]] = []
         try:
             for span in spans:
@@ -152,7 +163,9 @@ class KVManager:
         group = next((g for g in self.groups if g.geometry == geometry), None)
         if group is None:
             c = self.config
-            group = StreamGroup(geometry, c.page_size, c.warm.codec, self.scorer, self.num_layers, self.statistics)
+            group = StreamGroup(
+                geometry, c.page_size, c.warm.codec, self.scorer, self.num_layers, self.statistics, c.cold == "int4"
+            )
             self.groups.append(group)
         row = group.add_layer(layer)
         if self.max_pages is not None:
@@ -167,6 +180,7 @@ class KVManager:
 
     def can_append(self, num_tokens_by_slot: Mapping[int, int]) -> bool:
         """Whether `begin` would find pages for that many new tokens per slot; asking changes nothing."""
+        self._free_abandoned()
         new = shared = 0
         for slot, num_tokens in num_tokens_by_slot.items():
             held = self.num_tokens(slot)
@@ -234,20 +248,22 @@ class KVManager:
                 group.observe(places, observation.flatten())
 
     def _is_time_to_judge(self, state: SequenceState, hot_start: int, decoding: bool) -> bool:
-        if self.config.cold != "drop" or hot_start <= state.demoted.start:
+        if self.config.cold == "keep" or hot_start <= state.demoted.start:
             return False
         if self.policy.needs_mass:
             return decoding and state.num_tokens - state.num_judged >= _JUDGE_EVERY_TOKENS
         return hot_start > state.demoted.stop
 
     def _judge(self, slot: int, state: SequenceState, first: int, last: int) -> None:
-        """Drop what the policy calls cold among pages [first, last), then what exceeds `warm_size`."""
+        """Drop (or turn into int4) what the policy calls cold in pages [first, last), then what exceeds `warm_size`."""
         state.num_judged = state.num_tokens
         reasons = [self.policy.name] + ["warm_size"] * (self.config.warm_size is not None)
         for group in self.groups:
             for reason in reasons:
                 cold = self._cold(group, slot, state, first, last, reason)
-                if cold is not None:
+                if cold is not None and self.config.cold == "int4":
+                    self.counters["chilled"] += group.chill(slot, cold)
+                elif cold is not None:
                     code = removal_code(state.num_tokens, reason)
                     num_dropped = group.drop(slot, cold, state.demoted, code)
                     state.num_dropped += num_dropped
@@ -274,6 +290,7 @@ class KVManager:
 
     def stats(self) -> KVStats:
         """Bytes and pages by tier, and what was counted since the start."""
+        self._free_abandoned()
         return collect(self)
 
     def explain(self, slot: int) -> PositionMap:
@@ -282,6 +299,7 @@ class KVManager:
 
     def check_integrity(self) -> None:
         """Prove that every page is free or owned exactly as often as counted. Raises KVIntegrityError."""
+        self._free_abandoned()
         for group in self.groups:
             owners = torch.zeros(group.pages.capacity, dtype=torch.long, device=group.geometry.device)
             for slot, state in self.sequences.items():
@@ -289,10 +307,9 @@ class KVManager:
                 owners.index_add_(0, ids, torch.ones_like(ids))
             group.pages.check(owners, "page")
             live = (group.pages.refs > 0).nonzero().flatten()
-            for pool, name in ((group.hot, "hot"), (group.warm, "warm")):
-                if pool is not None:
-                    units = group.pages.fields[name][live].long()
-                    pool.check(torch.bincount(units[units >= 0], minlength=pool.capacity), name)
+            for name, pool in group.pools.items():
+                units = group.pages.fields[name][live].long()
+                pool.check(torch.bincount(units[units >= 0], minlength=pool.capacity), name)
 
     # -- helpers -----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from gsm.errors import InputError
 from gsm.kv.positions import TIERS, PositionMap
 
-_COLOURS = ("#d95f02", "#7570b3", "#eeeeee")  # hot, warm, removed
+_COLOURS = ("#d95f02", "#7570b3", "#80b1d3", "#eeeeee")  # hot, warm, cold, removed
 
 
 def draw_positions(positions: PositionMap, path: str | Path, title: str = "") -> None:
@@ -36,8 +36,8 @@ def draw_positions(positions: PositionMap, path: str | Path, title: str = "") ->
         2, 1, figsize=(11, 6.5), sharex=True, height_ratios=(4, 1), constrained_layout=True
     )
     top.imshow(
-        tiers.numpy(), aspect="auto", interpolation="nearest", cmap=ListedColormap(_COLOURS), vmin=0, vmax=2,
-        extent=extent,
+        tiers.numpy(), aspect="auto", interpolation="nearest", extent=extent,
+        cmap=ListedColormap(_COLOURS), vmin=0, vmax=len(TIERS) - 1,
     )  # fmt: skip
     top.set_ylabel("layer x kv head")
     top.set_title(title or f"{positions.num_tokens} tokens")
@@ -45,7 +45,7 @@ def draw_positions(positions: PositionMap, path: str | Path, title: str = "") ->
     labels = [
         Patch(color=colour, label=f"{name} {shares[name]:.0%}") for name, colour in zip(TIERS, _COLOURS, strict=True)
     ]
-    figure.legend(handles=labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles=labels, loc="outside lower center", ncols=len(TIERS), frameon=False)
     tiers = torch.cat((tiers, tiers[:, -1:]), dim=1)  # the last step needs an end
     position = torch.arange(tiers.shape[1]) * positions.page_size
     bottom.stackplot(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from gsm.kv.group import StreamGroup
     from gsm.kv.manager import KVManager
 
-TIERS = ("hot", "warm", "removed")
-HOT, WARM, REMOVED = range(3)
+TIERS = ("hot", "warm", "cold", "removed")
+HOT, WARM, COLD, REMOVED = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,9 @@ class PositionMap:
             code = self.codes[at]
             reason = REASONS[int(removed_by(code))]
             return Place(layer, head, TIERS[REMOVED], page, None, None, None, int(removed_at(code)), reason)
-        stored = self.codec if bool(self.is_coded[at]) else "full precision"
+        stored = "full precision"
+        if bool(self.is_coded[at]):
+            stored = "int4" if tier == COLD else self.codec
         return Place(layer, head, TIERS[tier], page, int(self.page_ids[at]), stored, int(self.unit[at]))
 
     def tokens_by_tier(self) -> Tensor:
@@ -147,13 +149,13 @@ def _fill(result: PositionMap, group: StreamGroup, slot: int, demoted: range) ->
     if num_pages == 0:
         return
     entries = group.table[slot, : len(group.rows), :, :num_pages].cpu().long()
-    records = {name: group.pages.fields[name].cpu() for name in ("hot", "warm", "skip")}
+    records = {name: group.pages.fields[name].cpu() for name in ("hot", "warm", "cold", "skip")}
     held = entries.clamp_min(0)
     there = entries >= 0
-    hot, warm = records["hot"][held].long(), records["warm"][held].long()
+    hot, warm, cold = (records[name][held].long() for name in ("hot", "warm", "cold"))
     page = torch.arange(num_pages)
     is_warm = ((page >= demoted.start) & (page < demoted.stop)).expand_as(entries)
-    tier = torch.where(is_warm, WARM, HOT).masked_fill(~there, REMOVED).to(torch.int8)
+    tier = torch.where(is_warm, WARM, HOT).masked_fill(cold >= 0, COLD).masked_fill(~there, REMOVED).to(torch.int8)
     skip = records["skip"][held].long().masked_fill(~there, 0)
     codes = entries.masked_fill(there, -1)
     for page_id, code in group.gaps.items():
@@ -164,7 +166,7 @@ def _fill(result: PositionMap, group: StreamGroup, slot: int, demoted: range) ->
         "page_ids": entries.masked_fill(~there, -1),
         "tier": tier,
         "is_coded": there & (hot < 0),
-        "unit": torch.where(hot >= 0, hot, warm).masked_fill(~there, -1),
+        "unit": torch.where(hot >= 0, hot, torch.where(cold >= 0, cold, warm)).masked_fill(~there, -1),
         "skip": skip,
         "codes": codes,
     }

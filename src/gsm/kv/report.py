@@ -24,6 +24,7 @@ class KVStats:
     pages_by_tier: dict[str, int]
     statistics_bytes: int  # attention mass, part of bookkeeping
     num_demoted: int
+    num_chilled: int  # turned from warm codes into int4
     num_dropped: int
     num_reopened: int  # coded pages that a crop made writable again; they stay in full precision
     attended_tokens_mean: float | None
@@ -33,23 +34,19 @@ class KVStats:
 
 def collect(manager: KVManager) -> KVStats:
     """Add up all groups of a manager."""
-    tiers = {"hot": 0, "warm": 0, "bookkeeping": 0}
-    pages = {"hot": 0, "warm": 0}
+    tiers = {"hot": 0, "warm": 0, "cold": 0, "bookkeeping": 0}
+    pages = {"hot": 0, "warm": 0, "cold": 0}
     reserved = statistics = 0
     nonfinite: Counter[int] = Counter()
     for group in manager.groups:
-        pools = {"hot": group.hot, "warm": group.warm, "bookkeeping": group.pages}
-        for name, pool in pools.items():
-            if pool is not None:
-                tiers[name] += pool.num_used * pool.unit_bytes
-                reserved += pool.capacity * pool.unit_bytes
+        for name, pool in {**group.pools, "bookkeeping": group.pages}.items():
+            tiers[name] += pool.num_used * pool.unit_bytes
+            reserved += pool.capacity * pool.unit_bytes
+        for name, pool in group.pools.items():
+            pages[name] += pool.num_used
         tiers["bookkeeping"] += group.pages.num_used * group.table.element_size()
         reserved += group.table.nbytes
         statistics += group.pages.num_used * group.statistics.nbytes if group.statistics is not None else 0
-        live = group.pages.refs > 0
-        in_hot = int((live & (group.pages.fields["hot"] >= 0)).sum())
-        pages["hot"] += in_hot
-        pages["warm"] += int(live.sum()) - in_hot
         nonfinite += group.nonfinite
     samples = manager.attended_samples
     return KVStats(
@@ -59,6 +56,7 @@ def collect(manager: KVManager) -> KVStats:
         pages_by_tier=pages,
         statistics_bytes=statistics,
         num_demoted=manager.counters["demoted"],
+        num_chilled=manager.counters["chilled"],
         num_dropped=manager.counters["dropped"],
         num_reopened=manager.counters["reopened"],
         attended_tokens_mean=manager.attended_tokens / samples if samples else None,

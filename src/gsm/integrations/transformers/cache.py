@@ -42,7 +42,7 @@ class Cache(TransformersCache):
         self.slots = slots
         self.num_columns = num_columns
         self.step: AttentionStep | None = None
-        self._finalizer = weakref.finalize(self, _free_slots, manager, slots)
+        self._finalizer = weakref.finalize(self, manager.abandon, slots)
 
     def fork(self) -> Cache:
         """A second cache with the same content; pages are shared until one of the two writes."""
@@ -172,7 +172,7 @@ class Cache(TransformersCache):
 
 
 def _free_slots(manager: KVManager, slots: list[int]) -> None:
-    """Shared by `free` and the finalizer; `slots` is emptied in place so that nothing is freed twice."""
+    """`slots` is emptied in place: the finalizer holds the same list, and nothing may be freed twice."""
     while slots:
         manager.free(slots.pop())
 
