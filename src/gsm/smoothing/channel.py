@@ -101,13 +101,15 @@ def _search(site: ChannelSite, activation: Tensor, weights: Sequence[Tensor], ro
     weight = torch.cat([weight.float().flatten(0, -2) for weight in weights])
     x = rows.to(weight)
     exact = x @ weight.T
+    norm = exact.pow(2).sum(1).clamp_min(1e-12)  # errors count relative to their row: sinks would drown all others
     candidates = [torch.ones_like(_per_producer(site, activation))]
     candidates += [_scale(site, activation, weights, alpha) for alpha in ALPHAS]
 
     def error(scale: Tensor) -> float:
         s = _per_reader(site, scale).to(weight)
         xs, ws = x / s, weight * s
-        return float(((xs + int8_error(xs)) @ (ws + int8_error(ws)).T - exact).pow(2).mean())
+        delta = (xs + int8_error(xs)) @ (ws + int8_error(ws)).T - exact
+        return float((delta.pow(2).sum(1) / norm).mean())
 
     return min(candidates, key=error)
 

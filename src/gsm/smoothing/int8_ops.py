@@ -23,6 +23,8 @@ from gsm.errors import ModelError
 
 SMALL_ROWS = 4  # up to here reading the weights dominates and the fused kernels win
 _CUDA_MIN_ROWS, _CUDA_MULTIPLE = 32, 8
+_WIDEN_ROWS = 32  # weight-only: more rows are worth widening the weights for a float32 product
+_WIDEN_CHANNELS = 4096  # weights widened at a time, so that a large head never exists in float32
 _BLOCK_ROWS = 512  # rows per product in a gated MLP: the int32 sums stay in the cache
 
 
@@ -106,7 +108,7 @@ def linear(x: Tensor, weight: Int8Weight, *, static_scale: float = 0.0, block: i
 def weight_only(x: Tensor, weight: Int8Weight) -> Tensor:
     """x w^T + b with int8 weights and activations as they are; ``x`` [rows, in] float32."""
     fused = kernels() if x.device.type == "cpu" else None
-    if fused is not None and x.shape[0] <= SMALL_ROWS:
+    if fused is not None and x.shape[0] <= _WIDEN_ROWS:
         y = torch.empty(x.shape[0], weight.codes.shape[0])
         _with_threads(fused.weight_only_small, x.numpy(), *weight.arrays, y.numpy())
         return y
@@ -114,7 +116,9 @@ def weight_only(x: Tensor, weight: Int8Weight) -> Tensor:
         # int8pack wants bfloat16 (with float32 it takes a path slower than float32 weights)
         y = torch._weight_int8pack_mm(x.bfloat16(), weight.codes, weight.scale.bfloat16()).float()
         return y if weight.bias is None else y + weight.bias
-    return functional.linear(x, weight.dequantise(), weight.bias)
+    parts = [functional.linear(x, codes.float()) for codes in weight.codes.split(_WIDEN_CHANNELS)]
+    y = torch.cat(parts, 1).mul_(weight.scale)
+    return y if weight.bias is None else y.add_(weight.bias)
 
 
 def gated_mlp(
@@ -198,6 +202,14 @@ def cuda_padding(rows: int) -> int:
     """Rows to add so that CUDA's int8 product accepts the batch: at least 32, and a multiple of 8."""
     padded = max(_CUDA_MIN_ROWS, -(-rows // _CUDA_MULTIPLE) * _CUDA_MULTIPLE)
     return padded - rows
+
+
+def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """x / rms(x) * gain over the last dimension; float32 on the CPU, with the fused kernels."""
+    rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    y = torch.empty(rows.shape)
+    _with_threads(kernels().rms_norm, rows.numpy(), gain.numpy(), _f32(epsilon), y.numpy())
+    return y.view(x.shape)
 
 
 def hadamard(x: Tensor, block: int) -> Tensor:

@@ -219,15 +219,20 @@ def linear_small(x: Any, w: Any, w_scale: Any, bias: Any, y: Any, static_scale: 
 
 @_outer
 def weight_only_small(x: Any, w: Any, w_scale: Any, bias: Any, y: Any) -> None:
-    """y = x w^T for a few float32 rows and int8 weights that are widened while they are read."""
+    """y = x w^T for float32 rows and int8 weights; each weight row is widened once and used by all rows of x."""
     rows, n = x.shape
     out = w.shape[0]
     has_bias = bias.shape[0] == out
     for j in prange(out):
+        wide = np.empty(n, np.float32)
+        codes = w[j]
+        for i in range(n):
+            wide[i] = np.float32(codes[i])
         for r in range(rows):
+            row = x[r]
             total = np.float32(0.0)
             for i in range(n):
-                total += x[r, i] * np.float32(w[j, i])
+                total += row[i] * wide[i]
             value = total * w_scale[j]
             if has_bias:
                 value += bias[j]
@@ -266,10 +271,18 @@ def gated_mlp_small(
 def rms_norm(x: Any, gain: Any, epsilon: Any, y: Any) -> None:
     """y = x / rms(x) * gain, row by row."""
     rows, n = x.shape
+    if rows == 1:
+        _rms_norm(x[0], gain, epsilon, y[0], n)
+        return
     for r in prange(rows):
-        total = np.float32(0.0)
-        for i in range(n):
-            total += x[r, i] * x[r, i]
-        inverse = np.float32(1.0) / np.sqrt(total / np.float32(n) + epsilon)
-        for i in range(n):
-            y[r, i] = gain[i] * (x[r, i] * inverse)
+        _rms_norm(x[r], gain, epsilon, y[r], n)
+
+
+@_inner
+def _rms_norm(x: Any, gain: Any, epsilon: Any, y: Any, n: Any) -> None:
+    total = np.float32(0.0)
+    for i in range(n):
+        total += x[i] * x[i]
+    inverse = np.float32(1.0) / np.sqrt(total / np.float32(n) + epsilon)
+    for i in range(n):
+        y[i] = gain[i] * (x[i] * inverse)
