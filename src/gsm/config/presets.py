@@ -29,6 +29,9 @@ _EVICT_LITERAL: dict[str, Any] = {
 PRESETS: dict[str, dict[str, Any]] = {
     "dialog": {"policy": "threshold", "threshold": 0.005, "hot_size": 512},
     "document": {"policy": "threshold", "threshold": 0.02, "hot_size": 1024},
+    # A chain of thought leans on its last steps, code on names said once: more kept hot, a low threshold.
+    "reasoning": {"policy": "threshold", "threshold": 0.005, "hot_size": 1024},
+    "code": {"policy": "threshold", "threshold": 0.0025, "hot_size": 1024},
     "full": {"warm": {"codec": "none"}},
     "tiers": {},
     "sparse": {"sparse": {"enabled": True}},
