@@ -11,10 +11,13 @@ from typing import Any
 from gsm.config import GsmConfig, load_config
 from gsm.errors import InputError
 from gsm.models import LoadedModel
-from gsm.quality import Arm, GsmArm, PlainArm
+from gsm.quality import Arm, GsmArm, PlainArm, load_thirds
+from gsm.quality.smoothed import SmoothedArm
 
 PLAIN = "transformers"
 DEFAULT_ARMS = ("transformers", "full", "tiers", "sparse")
+
+_INT8 = {"enable": True, "method": "rotate", "int8": "dynamic"}
 
 # None is plain transformers: DynamicCache, sdpa. Everything else is a GSM config.
 ARMS: dict[str, dict[str, Any] | None] = {
@@ -23,6 +26,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "tiers": {},
     "sparse": {"cache": {"sparse": {"enabled": True}}},
     "sparse-int4": {"cache": {"preset": "sparse-int4"}},
+    "int8": {"cache": {"warm": {"codec": "none"}}, "smoothing": _INT8},
+    "int8+sparse": {"cache": {"sparse": {"enabled": True}}, "smoothing": _INT8},
     "evict": {"cache": {"preset": "evict"}},
     "evict-literal": {"cache": {"preset": "evict-literal"}},
     "evict+sparse": {"cache": {"preset": "evict+sparse"}},
@@ -40,11 +45,17 @@ class ArmSpec:
         return None if self.config is None else self.config.model_dump(mode="json")
 
 
-def make_arm(spec: ArmSpec, loaded: LoadedModel, chunk_tokens: int) -> Arm:
-    """The way to run ``loaded`` that ``spec`` names, with prefill chunks of ``chunk_tokens``."""
+def make_arm(spec: ArmSpec, loaded: LoadedModel, chunk_tokens: int, text: str | None = None) -> Arm:
+    """The way to run ``loaded`` that ``spec`` names, with prefill chunks of ``chunk_tokens``.
+
+    A config whose smoothing section is active smooths the model too, calibrated on a third of ``text``.
+    """
     if spec.config is None:
         return PlainArm(loaded.model, name=spec.name, chunk_tokens=chunk_tokens)
-    return GsmArm(loaded.model, spec.config, name=spec.name, chunk_tokens=chunk_tokens)
+    arm = GsmArm(loaded.model, spec.config, name=spec.name, chunk_tokens=chunk_tokens)
+    if not spec.config.smoothing.active:
+        return arm
+    return SmoothedArm(arm, loaded, spec.config.smoothing, load_thirds(text))
 
 
 def resolve_arm(name: str) -> ArmSpec:
