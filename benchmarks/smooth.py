@@ -1,4 +1,4 @@
-"""What smoothing and int8 are worth on the demo model: `python benchmarks/smooth.py {quality,speed,window,memory}`.
+"""What smoothing and int8 are worth on the demo model: `python benchmarks/smooth.py {quality,speed,window,memory,faults}`.
 
 Each part writes one JSON file with the command that made it. Calibration, tuning and evaluation read disjoint thirds of
 the text. `speed` needs a quiet machine; the other parts do not.
@@ -35,7 +35,7 @@ CHANNEL: dict[str, Any] = {"enable": True, "method": "channel"}
 QUALITY_ARMS: dict[str, tuple[dict[str, Any], float | None]] = {
     "weight_only": ({"int8": "weight_only"}, 0.002),
     "dynamic": ({"int8": "dynamic"}, None),
-    "dynamic + channel": ({**CHANNEL, "int8": "dynamic"}, None),
+    "dynamic + channel": ({**CHANNEL, "int8": "dynamic"}, 0.01),
     "dynamic + channel, alpha 0.5": ({**CHANNEL, "int8": "dynamic", "alpha": 0.5}, None),
     "dynamic + rotate": ({**ROTATE, "int8": "dynamic"}, 0.01),
     "dynamic + rotate, folded only": ({**ROTATE, "int8": "dynamic", "online_rotation": False}, None),
@@ -112,6 +112,10 @@ def quality(bench: Bench, num_tokens: int) -> None:
             **verdict.model_dump(mode="json", exclude={"failures", "finite"}),
         }
         print(f"{name:36s} {change.mean:+.3%} ({change.low:+.3%} to {change.high:+.3%})")
+    for name, result in results.items():
+        plain = results.get(name.partition(" + ")[0])
+        if plain is not None and plain is not result:
+            result["share_of_plain_loss"] = result["perplexity_change"]["mean"] / plain["perplexity_change"]["mean"]
     bench.write("smooth_quality.json", {"num_tokens": test.num_tokens, "arms": results})
 
 

@@ -103,6 +103,48 @@ def test_taking_back_drafted_tokens_leaves_no_trace() -> None:
     assert torch.allclose(y, naive(x, 8, 0.3, 1, "skip"), atol=1e-5)
 
 
+def test_a_fork_goes_on_with_its_own_copy_of_the_window() -> None:
+    x, other = torch.randn(24, 4), torch.randn(4, 4)
+    parameters, smoothing = Parameters(8, 0.3), WindowSmoothing(config())
+    run(smoothing, x[:20], [20], parameters, request=0)
+    for target in range(1, 9):  # more requests than the rings had room for
+        smoothing.state.copy(0, target)
+    branch = torch.cat((x[:20], other))
+    for step in range(4):
+        spans = tuple(Span(request, request, 1, 20 + step, parameters) for request in range(9))
+        smoothing.begin_step(StepContext(spans))
+        y = smoothing.smooth("m", torch.stack([x[20 + step]] + [other[step]] * 8))
+        assert torch.allclose(y[0], naive(x, 8, 0.3, 1, "skip")[20 + step], atol=1e-5)
+        assert torch.allclose(y[1:], naive(branch, 8, 0.3, 1, "skip")[20 + step].expand(8, -1), atol=1e-5)
+    smoothing.state.copy("nobody", 1)  # a source without a window leaves nothing to copy
+    assert not smoothing.state.knows("nobody")
+
+
+def test_padding_after_the_last_token_is_passed_on() -> None:
+    x, parameters = torch.randn(20, 4), Parameters(4, 0.3)
+    smoothing = WindowSmoothing(config())
+    run(smoothing, x[:18], [18], parameters)
+    padding = torch.randn(3, 4)
+    for position in (18, 19):
+        smoothing.begin_step(StepContext((Span(0, 0, 1, position, parameters),)))
+        y = smoothing.smooth("m", torch.cat((x[position : position + 1], padding)))
+        assert torch.equal(y[1:], padding)
+        assert torch.allclose(y[0], naive(x, 4, 0.3, 1, "skip")[position], atol=1e-5)
+
+
+def test_a_reused_prefix_without_its_window_is_refused() -> None:
+    smoothing = WindowSmoothing(config())
+    with pytest.raises(AttachError, match="position 16"):
+        smoothing.begin_step(StepContext((Span("a", 0, 4, 16, Parameters(4, 0.1)),)))
+    smoothing.begin_step(StepContext((Span("a", 0, 4, 16, Parameters(4, 0.0)),)))  # not smoothed: nothing is missing
+    smoothing.begin_step(StepContext((Span("b", 0, 4, 0, Parameters(4, 0.1)),)))
+    with pytest.raises(AttachError, match="saw 2 tokens"):
+        smoothing.smooth("m", torch.randn(2, 4))
+    smoothing.end_step()
+    x = torch.randn(2, 4)
+    assert smoothing.smooth("m", x) is x  # outside of a step nothing is smoothed
+
+
 def test_reordering_moves_windows_between_beams() -> None:
     x = torch.randn(2, 21, 4)
     parameters, smoothing = Parameters(8, 0.3), WindowSmoothing(config())

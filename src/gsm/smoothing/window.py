@@ -83,6 +83,10 @@ class WindowState:
             self._slots[request] = self._free.pop() if self._free else len(self._slots)
         return self._slots[request]
 
+    def knows(self, request: Hashable) -> bool:
+        """Whether ``request`` has a window here."""
+        return request in self._slots
+
     def release(self, request: Hashable) -> None:
         """The request has left; its slot is free for another. Unknown requests are ignored."""
         slot = self._slots.pop(request, None)
@@ -94,11 +98,21 @@ class WindowState:
         self._free.clear()
         self._rings.clear()
 
+    def copy(self, source: Hashable, target: Hashable) -> None:
+        """``target`` becomes a request that continues from where ``source`` is (a fork of its cache)."""
+        if source not in self._slots:
+            return
+        slots = self.slot(source), self.slot(target)
+        for module, ring in self._rings.items():
+            grown = self.ring(module, ring.shape[2], ring)
+            grown[slots[1]] = grown[slots[0]]
+
     def reorder(self, requests: Sequence[Hashable], sources: Sequence[int]) -> None:
         """Request i takes over the window of request ``sources[i]`` (beam search)."""
         slots = torch.tensor([self.slot(request) for request in requests])
-        for ring in self._rings.values():
-            ring[slots] = ring[slots[torch.tensor(list(sources))]]
+        for module, ring in self._rings.items():
+            grown = self.ring(module, ring.shape[2], ring)
+            grown[slots] = grown[slots[torch.tensor(list(sources))]]
 
     def ring(self, module: str, channels: int, like: Tensor) -> Tensor:
         """The ring tensor of ``module``, grown to hold every slot in use."""
@@ -136,9 +150,23 @@ class WindowSmoothing:
         self._context: _Prepared | None = None
 
     def begin_step(self, context: StepContext) -> None:
-        """Say whose tokens the next forward pass holds. Requests seen for the first time enter the state."""
+        """Say whose tokens the next forward pass holds. Requests seen for the first time enter the state.
+
+        Raises AttachError for an unknown request that does not begin at position 0: the window's earlier inputs are
+        nowhere to be found, so an engine that reuses prefixes must compute them again under window smoothing.
+        """
+        for span in context.spans:
+            if span.position > 0 and span.parameters.strength > 0 and not self.state.knows(span.request):
+                raise AttachError(
+                    f"window smoothing first sees request {span.request} at position {span.position}; a reused prefix "
+                    "has no window, so compute the prompt from its start"
+                )
         self.external = True
         self.prepare(context)
+
+    def end_step(self) -> None:
+        """The forward pass is over: a module called outside of one sees its input as it is."""
+        self._context = None
 
     def prepare(self, context: StepContext) -> None:
         self._context = _Prepared(context, self.state, self._device)
@@ -147,7 +175,10 @@ class WindowSmoothing:
         self.state.release(request)
 
     def smooth(self, module: str, x: Tensor) -> Tensor:
-        """``x`` [..., channels], flattened to the step's tokens; returns a new tensor of the same shape and dtype."""
+        """``x`` [..., channels], flattened to the step's tokens; returns a new tensor of the same shape and dtype.
+
+        Rows after the step's last token (padding of a packed batch) are passed on as they are.
+        """
         step = self._context
         if step is None or not step.any_smoothed:
             return x
@@ -160,7 +191,9 @@ class WindowSmoothing:
             )
         ring = self.state.ring(module, rows.shape[1], rows)
         if step.single is not None:
-            y = self._decode(rows, ring, step.single)
+            y = self._decode(rows[: step.num_tokens], ring, step.single)
+            if rows.shape[0] > step.num_tokens:
+                y = torch.cat((y, rows[step.num_tokens :]))
         else:
             y = rows.clone()
             for span in step.context.spans:
@@ -330,6 +363,7 @@ def window_hooks(model: nn.Module, names: Sequence[str], config: SmoothingConfig
     handles: list[Any] = []
     try:
         handles.append(model.register_forward_pre_hook(tracker.before_forward, with_kwargs=True))
+        handles.append(model.register_forward_hook(lambda *_: smoothing.end_step(), always_call=True))
         for name in names:
             handles.append(model.get_submodule(name).register_forward_pre_hook(_hook(smoothing, name)))
         yield smoothing
