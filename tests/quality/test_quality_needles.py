@@ -29,7 +29,7 @@ def reader(tokenizer, name: str, sees) -> RuleArm:
 
     def rule(calls) -> torch.Tensor:
         text = tokenizer.decode([i for _, ids in sees(calls) for i in ids])
-        question = tokenizer.decode([i for _, ids in calls for i in ids]).rsplit("\n\n", 1)[-1]
+        question = tokenizer.decode([i for _, ids in calls for i in ids]).rsplit("\n", 1)[-1]
         stated = re.search(rf"\n{re.escape(question.split(' is')[0])} is (\d+)\.", text)
         answered = question.split(" is")[-1]
         logits = torch.zeros(len(tokenizer))

@@ -35,6 +35,7 @@ class QualityPlan:
         prompt_tokens: int,
         *,
         num_windows: int = MIN_WINDOWS,
+        window_tokens: int = 128,
         windows_per_prefill: int = 2,
         needles_per_depth: int = 10,
         max_positions: int = 0,
@@ -45,9 +46,9 @@ class QualityPlan:
         ``max_positions`` is the model's trained window (0: unknown). Fewer windows share a prefill where they would
         leave it; InputError when not even one fits.
         """
-        windows = WindowPlan(prompt_tokens, num_windows)
+        windows = WindowPlan(prompt_tokens, num_windows, window_tokens)
         if max_positions:
-            windows_per_prefill = min(windows_per_prefill, (max_positions - prompt_tokens) // windows.window_tokens)
+            windows_per_prefill = min(windows_per_prefill, (max_positions - prompt_tokens) // window_tokens)
         windows = replace(windows, windows_per_prefill=max(1, windows_per_prefill))
         hidden = NeedlePlan(prompt_tokens, needles_per_depth, seed=seed)
         plan = cls(windows if num_windows else None, hidden if needles_per_depth else None)
@@ -139,7 +140,7 @@ def _share(pair: NeedlePair | None) -> float | None:
 def _notes(scores: list[WindowScore], pairs: dict[str, NeedlePair | None]) -> list[str]:
     notes = []
     if 0 < len(scores) < MIN_WINDOWS:
-        notes.append(f"{len(scores)} windows: an impression, not a bar ({MIN_WINDOWS} are needed)")
+        notes.append(f"few windows ({len(scores)}): an impression, not a bar ({MIN_WINDOWS} are needed)")
     for case, pair in pairs.items():
         if pair and pair.reference_found < MIN_REFERENCE_SHARE * pair.asked:
             notes.append(

@@ -4,7 +4,8 @@ A haystack of N tokens hides several facts ("Emma's phone number is 49755.") at 
 for in a fork of its own, so one prefill serves them all. Two cases: ``prefill``, the question is a chunk of the prefill
 (what is dropped afterwards may depend on it), and ``late``, the question arrives token by token on the decode path,
 after the cache has been compressed. Facts differ in owner *and* in kind, because a small model confuses facts that
-differ in the name alone; the wording was chosen so that SmolLM2-135M with its full cache finds them.
+differ in the name alone. The wording was chosen so that SmolLM2-135M with its full cache finds them
+(benchmarks/LOG.md has what was tried).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FACTS = (
     ("Cairo", "flight number"),
 )  # fmt: skip
 STATEMENT = "\n{owner}'s {kind} is {code}.\n"
-QUESTION = "\n\n{owner}'s {kind} is"
+QUESTION = "\n\nFacts from the text above:\n{owner}'s {kind} is"
 ANSWER_ROOM = 48  # positions that a question with its answer may take after the haystack, in any tokenizer
 _SPREAD = 0.04  # distance between the facts of one depth, as a share of the haystack
 
