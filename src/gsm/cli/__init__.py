@@ -18,6 +18,8 @@ COMMANDS = {
     "generate": "Generate text through the tiered cache.",
     "load": "Latency percentiles and paired comparisons of any OpenAI-compatible server.",
     "plan": "What fits in memory and what tiers can gain, from a config alone.",
+    "report": "One self-contained page with pictures from result files.",
+    "tune": "Find a config on your own text, one variable at a time, each step proven.",
     "smooth": "Smooth a model and run it in int8: quality proved, speed measured, exported.",
 }
 

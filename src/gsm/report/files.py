@@ -1,0 +1,73 @@
+"""Result files: read, and told apart by what is in them. A report reads what it knows and leaves the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gsm.errors import InputError
+
+Data = dict[str, Any]
+
+# The first that matches decides, so the more specific come first.
+_KINDS: tuple[tuple[str, Callable[[Data], bool]], ...] = (
+    ("load", lambda d: d.get("kind") in ("load", "load_ab")),
+    ("calibrate", lambda d: str(d.get("format", "")).startswith("gsm-calibration")),
+    ("tune", lambda d: {"task", "bouts", "steps"} <= d.keys()),
+    ("diagnose", lambda d: {"findings", "checked"} <= d.keys()),
+    ("probe", lambda d: {"verdict", "token_ms", "levers"} <= d.keys()),
+    ("smooth", lambda d: {"choices", "conclusion", "text_hashes"} <= d.keys()),
+    ("eval", lambda d: {"quality", "tolerance", "passed"} <= d.keys()),
+    ("bench", lambda d: {"arms", "workload"} <= d.keys()),
+    ("explain", lambda d: {"positions", "stats"} <= d.keys()),
+    ("plan", lambda d: {"capacities", "kv_bytes_per_token"} <= d.keys()),
+    ("doctor", lambda d: {"checks", "passed"} <= d.keys()),
+)
+KINDS = tuple(kind for kind, _ in _KINDS)
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """One result: where it comes from, what kind it is, and its content."""
+
+    name: str
+    kind: str
+    data: Data
+
+
+def read_files(paths: Iterable[str | Path]) -> list[ResultFile]:
+    """All files, in order; a file with a list holds several results. Raises InputError for one that is no result."""
+    found = [result for path in paths for result in _read(Path(path))]
+    if not found:
+        raise InputError("no result file was given; name some, for example benchmarks/results/*.json")
+    return found
+
+
+def _read(path: Path) -> list[ResultFile]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"result file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"result file {path} cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"result file {path} is not JSON (line {error.lineno}: {error.msg})") from None
+    items: Sequence[Any] = content if isinstance(content, list) else [content]
+    named = len(items) > 1
+    return [
+        ResultFile(f"{path.name} #{index + 1}" if named else path.name, _kind(item, path), item)
+        for index, item in enumerate(items)
+    ]
+
+
+def _kind(item: Any, path: Path) -> str:
+    kind = next((kind for kind, fits in _KINDS if isinstance(item, dict) and fits(item)), None)
+    if kind is None:
+        raise InputError(
+            f"{path} is no result that a report knows; it takes the JSON files of gsm {', '.join(KINDS[:-1])} and "
+            f"{KINDS[-1]}"
+        )
+    return kind
