@@ -217,8 +217,7 @@ def demo_result(**sparse) -> BenchResult:
         return ArmResult(name=name, config=None, tpot_ms=Spread(median=tpot, min=tpot, max=tpot), **more)
 
     arms = (
-        arm("transformers", 100.0, kv_bytes=1000), arm("full", 90.0), arm("tiers", 80.0, kv_bytes=350),
-        arm("sparse", **{"tpot": 50.0, **sparse}),
+        arm("transformers", 100.0, kv_bytes=1000), arm("sparse", **{"tpot": 50.0, "kv_bytes": 350, **sparse}),
     )  # fmt: skip
     work = Workload(prompt_tokens=4096, new_tokens=32, runs=2, batch_size=1)
     return BenchResult(environment=collect_environment(), workload=work, arms=arms)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from gsm.results import ArmResult, BenchResult, NeedlePair, Quality, Spread
+    from gsm.results import ArmResult, BenchResult, NeedlePair, Profile, Quality, Spread
 
 NA = "n/a"
 
@@ -96,6 +96,37 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     Console(width=1000, highlight=False, markup=False).print(table)
 
 
+PROFILE_ROWS = (
+    ("linear layers", "linear"),
+    ("attention", "attention"),
+    ("choosing pages", "selection"),
+    ("attention mass", "mass"),
+    ("cache writes", "cache_writes"),
+    ("smoothing", "smoothing"),
+    ("host and small operations", "host"),
+    ("other", "other"),
+)
+
+
+def print_profiles(names: Sequence[str], profiles: Sequence[Profile | None]) -> None:
+    """Where a decode step's time goes, one column per arm; nothing when nothing was profiled."""
+    known = [profile for profile in profiles if profile is not None]
+    if not known:
+        return
+    rows = [
+        [label, *(NA if p is None else f"{p.parts_ms[part]:.1f}" for p in profiles)] for label, part in PROFILE_ROWS
+    ]
+    rows += [
+        ["sum", *(NA if p is None else f"{p.sum_ms:.1f}" for p in profiles)],
+        ["step without timers", *(NA if p is None else format_number(p.step_ms.median) for p in profiles)],
+        ["sum against step, %", *(NA if p is None else f"{100 * p.sum_error:+.1f}" for p in profiles)],
+    ]
+    print_table(f"Where a decode step goes after {known[0].context_tokens} tokens, ms", ["", *names], rows)
+    for name, profile in zip(names, profiles, strict=True):
+        if profile is not None and not profile.explains_step:
+            click.echo(f"Note: the profile of {name} does not explain its step; measure again on a quiet machine.")
+
+
 def print_bench(result: BenchResult) -> None:
     """The table of a benchmark, then what one must know to read it."""
     work, env = result.workload, result.environment
@@ -104,7 +135,9 @@ def print_bench(result: BenchResult) -> None:
         f"{work.new_tokens} new tokens, batch {work.batch_size}"
     )
     rows = arm_rows(result.arms) + quality_rows([arm.quality for arm in result.arms])
-    print_table(title, ["", *(arm.name for arm in result.arms)], rows)
+    names = [arm.name for arm in result.arms]
+    print_table(title, ["", *names], rows)
+    print_profiles(names, [arm.profile for arm in result.arms])
     for line in bench_notes(result):
         click.echo(line)
 

@@ -2,7 +2,8 @@
 
 from gsm.quality.assess import MIN_WINDOWS, Assessment, QualityPlan
 from gsm.quality.needles import NeedleOutcome, NeedlePlan, needles
-from gsm.quality.sessions import Arm, GsmArm, PlainArm, Progress, Session, SessionStats, no_progress
+from gsm.quality.sessions import Arm, GsmArm, ModelSession, PlainArm, Progress, Session, SessionStats, no_progress
+from gsm.quality.smoothed import SmoothedArm
 from gsm.quality.teacher_forced import WindowPlan, WindowScore, teacher_forced
 from gsm.quality.texts import TextThirds, encode, load_thirds
 
@@ -11,6 +12,7 @@ __all__ = [
     "Arm",
     "Assessment",
     "GsmArm",
+    "ModelSession",
     "NeedleOutcome",
     "NeedlePlan",
     "PlainArm",
@@ -18,6 +20,7 @@ __all__ = [
     "QualityPlan",
     "Session",
     "SessionStats",
+    "SmoothedArm",
     "TextThirds",
     "WindowPlan",
     "WindowScore",

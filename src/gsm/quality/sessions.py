@@ -104,7 +104,7 @@ class GsmArm:
                 session.close()
 
 
-class _Session:
+class ModelSession:
     """What both kinds share: the way tokens reach the model."""
 
     def __init__(self, model: PreTrainedModel, cache: Any, chunk_tokens: int):
@@ -131,7 +131,7 @@ class _Session:
         return logits[:, -1]
 
 
-class _Plain(_Session):
+class _Plain(ModelSession):
     @torch.inference_mode()
     def fork(self) -> Session:
         return _Plain(self.model, _fork_dynamic(self.cache), self.chunk_tokens)
@@ -153,7 +153,7 @@ class _Plain(_Session):
         return float(sum(lengths) / len(lengths))
 
 
-class _Managed(_Session):
+class _Managed(ModelSession):
     @torch.inference_mode()  # pages born in inference mode may only be changed in it
     def fork(self) -> Session:
         return _Managed(self.model, self.cache.fork(), self.chunk_tokens)

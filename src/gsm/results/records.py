@@ -108,6 +108,25 @@ class Samples(Record):
     tpot_ms: tuple[float, ...] = ()
 
 
+class Profile(Record):
+    """Where a decode step's time goes, in ms per step: medians over blocks of 16 steps.
+
+    ``parts_ms`` has linear, attention, selection, mass, cache_writes, smoothing, host and other (what nothing claims);
+    ``host_parts_ms`` splits host by what ran. ``step_ms`` is taken without timers inside, so ``sum_error``, the sum of
+    the parts relative to it, shows what the timers cost.
+    """
+
+    context_tokens: int
+    num_steps: int
+    step_ms: Spread
+    parts_ms: dict[str, float]
+    host_parts_ms: dict[str, float]
+    sum_ms: float
+    sum_error: float = Field(description="(sum of the parts - step) / step")
+    other_share: float = Field(description="other / step")
+    explains_step: bool = Field(description="the sum is within 5 % of the step and other at most 10 % of it")
+
+
 class ArmResult(Record):
     """Speed, memory and quality of one arm."""
 
@@ -125,6 +144,7 @@ class ArmResult(Record):
     bytes_by_tier: dict[str, int] | None = None
     bound: Bound | None = None
     samples: Samples = Samples()
+    profile: Profile | None = None
 
 
 class BenchResult(Record):

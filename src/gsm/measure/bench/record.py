@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gsm.measure.bench.arms import ArmSpec
-from gsm.results import ArmResult, Bound, Quality, Samples, Spread
+from gsm.results import ArmResult, Bound, Profile, Quality, Samples, Spread
 from gsm.stats import summary
 
 
@@ -17,6 +17,7 @@ class ArmRecord:
         self.ttft_ms: list[float] = []
         self.tpot_ms: list[float] = []
         self.unchunked_ms: list[float] = []
+        self.profile: Profile | None = None
         self._stats: dict[str, Any] = {}
         self._memory: dict[str, Any] = {}
 
@@ -47,6 +48,7 @@ class ArmRecord:
             bytes_by_tier=stats.get("bytes_by_tier"),
             bound=self._bound(**floor),
             samples=Samples(ttft_ms=tuple(self.ttft_ms), tpot_ms=tuple(self.tpot_ms)),
+            profile=self.profile,
         )
 
     def _bound(self, weight_bytes: int | None, bandwidth: float | None, context_tokens: int) -> Bound | None:

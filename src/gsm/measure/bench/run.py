@@ -16,7 +16,7 @@ from gsm.measure.bench.record import ArmRecord
 from gsm.measure.bench.spec import BenchSpec
 from gsm.models import load_model
 from gsm.quality import Assessment, PlainArm, Progress, QualityPlan, encode, load_thirds, no_progress
-from gsm.results import BenchResult, Environment, Quality, Workload, collect_environment, load_average
+from gsm.results import BenchResult, Environment, Profile, Quality, Workload, collect_environment, load_average
 
 _LOCK_WAIT_S = 3600.0
 _MEMORY_MARGIN = 1.3  # a loaded model takes more than its parameters
@@ -95,6 +95,7 @@ class _Bench:
         for worker in workers:
             self.records[worker.arm].add_memory(worker.ask("memory"))
         self._measure_unchunked(workers)
+        self._measure_profiles(workers)
 
     def _measure_unchunked(self, workers: list[WorkerProcess]) -> None:
         """After the peak memory was read: one large chunk needs more."""
@@ -105,6 +106,11 @@ class _Bench:
                 for _ in range(self.spec.runs):
                     answer = self._advance("unchunked prefill", worker.ask, "unchunked")
                     self.records[PLAIN].unchunked_ms.append(answer["ttft_ms"])
+
+    def _measure_profiles(self, workers: list[WorkerProcess]) -> None:
+        for worker in workers if self.spec.profile else ():
+            answer = self._advance(f"profile: {worker.arm}", worker.ask, "profile")
+            self.records[worker.arm].profile = Profile.model_validate(answer)
 
     @contextmanager
     def _start(self, arm: ArmSpec) -> Iterator[WorkerProcess]:
@@ -134,7 +140,7 @@ class _Bench:
     @property
     def _num_steps(self) -> int:
         spec, num_arms = self.spec, len(self.arms)
-        runs = num_arms * (1 + int(spec.warmup) + spec.runs)
+        runs = num_arms * (1 + int(spec.warmup) + spec.runs + int(spec.profile))
         unchunked = spec.unchunked and spec.prompt_tokens > spec.chunk_tokens and PLAIN in self.records
         return runs + 1 + (spec.runs if unchunked else 0)
 
@@ -148,7 +154,7 @@ class _Bench:
         plan = quality_plan(spec, loaded.arch.max_position_embeddings)
         text_ids = encode(loaded.tokenizer, load_thirds(spec.text).evaluation)
         reference = PlainArm(loaded.model, chunk_tokens=spec.chunk_tokens)
-        compared = [make_arm(arm, loaded, spec.chunk_tokens) for arm in self.arms if arm.config is not None]
+        compared = [make_arm(arm, loaded, spec.chunk_tokens, spec.text) for arm in self.arms if arm.config is not None]
         assessment = Assessment(reference, compared, loaded.tokenizer, text_ids, plan, self.progress)
         try:
             assessment.run()
@@ -202,6 +208,7 @@ def quality_plan(spec: BenchSpec, max_positions: int) -> QualityPlan:
     return QualityPlan.make(
         spec.prompt_tokens,
         num_windows=spec.num_windows,
+        window_tokens=spec.window_tokens,
         windows_per_prefill=spec.windows_per_prefill,
         needles_per_depth=spec.needles_per_depth,
         max_positions=max_positions,

@@ -39,7 +39,8 @@ class BenchSpec:
     """A benchmark: the same prompt for every arm. Sizes are in tokens, times in seconds.
 
     ``chunk_tokens`` is the prefill chunk of every arm, ``num_windows`` and ``needles_per_depth`` the amount of quality
-    measured (0: none). Raises InputError for a size that makes no sense.
+    measured (0: none); ``profile`` splits a decode step of every arm into its parts. Raises InputError for a size that
+    makes no sense.
     """
 
     model: str
@@ -55,13 +56,23 @@ class BenchSpec:
     chunk_tokens: int = 1024
     warmup: bool = True
     unchunked: bool = True
+    profile: bool = False
     num_windows: int = MIN_WINDOWS
+    window_tokens: int = 128
     windows_per_prefill: int = 2
     needles_per_depth: int = 10
     wait_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "new_tokens", "runs", "batch_size", "chunk_tokens", "windows_per_prefill"):
+        for name in (
+            "prompt_tokens",
+            "new_tokens",
+            "runs",
+            "batch_size",
+            "chunk_tokens",
+            "window_tokens",
+            "windows_per_prefill",
+        ):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("num_windows", "needles_per_depth", "wait_s"):

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import sys
+from contextlib import ExitStack
 from typing import Any, TextIO
 
 import psutil
@@ -21,7 +22,7 @@ from gsm.measure.bench.prompt import make_prompt
 from gsm.measure.bench.spec import Job
 from gsm.measure.bench.timing import memory_bandwidth, timed_run
 from gsm.models import load_model
-from gsm.quality import PlainArm, load_thirds
+from gsm.quality import ModelSession, PlainArm, SmoothedArm, load_thirds
 
 
 class Worker:
@@ -33,7 +34,10 @@ class Worker:
         thirds = load_thirds(job.text)
         self.prompt = make_prompt(self.loaded, thirds, job.prompt_tokens, job.new_tokens, job.batch_size)
         self.text_sha256 = thirds.sha256("evaluation")
-        self.arm = make_arm(resolve_arm(job.arm), self.loaded, job.chunk_tokens)
+        self.arm = make_arm(resolve_arm(job.arm), self.loaded, job.chunk_tokens, job.text)
+        self._kept = ExitStack()
+        if isinstance(self.arm, SmoothedArm):
+            self._kept.enter_context(self.arm.hold())  # this process runs nothing else
         self._touch_weights()
         self.peak = PeakMemory()
 
@@ -71,6 +75,15 @@ class Worker:
         """TTFT of plain transformers with the whole prompt in one forward pass, in ms."""
         arm = PlainArm(self.loaded.model, name=PLAIN, chunk_tokens=self.prompt.shape[1])
         return {"ttft_ms": timed_run(arm, self.prompt, 1)[0]}
+
+    def profile(self) -> dict[str, Any]:
+        """Where a decode step after the prompt spends its time."""
+        from gsm.measure.profile import profile_session
+
+        with self.arm.open() as session:
+            token = session.prefill(self.prompt).argmax(-1, keepdim=True)
+            assert isinstance(session, ModelSession)
+            return profile_session(session, token).model_dump(mode="json")
 
     def bandwidth(self) -> dict[str, Any]:
         """Memory bandwidth of this machine; asked before any run, because its own buffer must not count as a peak."""
