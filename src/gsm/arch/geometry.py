@@ -47,6 +47,10 @@ class LayerGeometry:
         Bytes of one compressed entry where the model prescribes its storage format, whatever dtype is asked for.
     state_elements
         Size of a linear layer's state; 0 where it is not known.
+    chunked
+        The window is a chunk: a query sees the tokens since the last multiple of ``window``.
+    latent
+        Multi-head latent attention: ``k_dim`` is the latent, which serves as value too, ``v_dim`` its rotary part.
     """
 
     kind: LayerKind
@@ -60,6 +64,8 @@ class LayerGeometry:
     index_dim: int = 0
     native_entry_bytes: float | None = None
     state_elements: int = 0
+    chunked: bool = False
+    latent: bool = False
 
     @property
     def elements_per_token(self) -> float:

@@ -136,6 +136,8 @@ def _standard_layer(layer: Any, layer_type: str, source: int | None) -> LayerGeo
         kv_source=source,
         index_dim=layer.index_head_dim if kind == "compressed" else 0,
         state_elements=state,
+        chunked=layer_type == "chunked_attention",
+        latent=bool(getattr(layer, "kv_lora_rank", None)),
     )
 
 

@@ -18,9 +18,10 @@ class TorchAttention(DecodeAttention):
     def decode(self, query: Tensor, view: KVView, spec: AttentionSpec, selection: Selection | None) -> DecodeResult:
         group_size = check_query(query, view)
         grouped = query.unflatten(1, (-1, group_size))  # [B, H, G, d]
-        pages, ids = select_pages(grouped, view, selection, spec.scale) if selection else all_pages(view)
+        pages, ids = select_pages(grouped, view, selection, spec) if selection else all_pages(view, spec)
         k, v = view.read(ids)
-        visible = visible_tokens(pages, view, spec.window)
+        v = spec.values(k, v)
+        visible = visible_tokens(pages, view, spec)
         v.masked_fill_(~visible.unsqueeze(-1), 0.0)  # 0 * NaN from an unused slot would be NaN
         logits = (grouped @ k.transpose(-1, -2)).float() * spec.scale
         if spec.softcap is not None:

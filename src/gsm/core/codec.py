@@ -104,7 +104,8 @@ class Int4Codec(Codec):
 
     def encode(self, k: Tensor, v: Tensor) -> Fields:
         k_codes, k_scale, k_offset = _quantise_asymmetric(k.float(), dim=1)
-        grouped = v.float().unflatten(-1, (-1, v_group(v.shape[-1])))
+        group = v_group(v.shape[-1])
+        grouped = v.float().unflatten(-1, (v.shape[-1] // group, group))
         v_codes, v_scale, v_offset = _quantise_asymmetric(grouped, dim=-1)
         return {
             "k": _pack(k_codes),
@@ -118,7 +119,8 @@ class Int4Codec(Codec):
     def decode(self, fields: Fields, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         k = _unpack(fields["k"]) * fields["k_scale"].float().unsqueeze(1) + fields["k_offset"].float().unsqueeze(1)
         num_groups = fields["v_scale"].shape[-1]
-        v = _unpack(fields["v"]).unflatten(-1, (num_groups, -1))
+        v = _unpack(fields["v"])
+        v = v.unflatten(-1, (num_groups, v.shape[-1] // max(1, num_groups)))
         v = v * fields["v_scale"].float().unsqueeze(-1) + fields["v_offset"].float().unsqueeze(-1)
         return k.to(dtype), v.flatten(-2).to(dtype)
 
@@ -131,7 +133,8 @@ def v_group(v_dim: int) -> int:
 def quantise_symmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 codes of `x [..., d]` and float16 scales `[...]`. Quantising a decoded result again changes nothing."""
     x = x.float()
-    scale = (x.abs().amax(dim=-1) / 127.0).clamp(_SMALLEST_SCALE, 65504.0).to(torch.float16)
+    peak = x.abs().amax(dim=-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])  # latent attention stores no V
+    scale = (peak / 127.0).clamp(_SMALLEST_SCALE, 65504.0).to(torch.float16)
     codes = (x / scale.float().unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
     return codes, scale
 

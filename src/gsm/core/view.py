@@ -13,6 +13,18 @@ from gsm.core.scorers import Scorer, Summary
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """The bounded past of a layer: the last `size` tokens, or (chunked) those since the last multiple of `size`."""
+
+    size: int
+    chunked: bool = False
+
+    def first_visible(self, position: int) -> int:
+        """The first key that a query at `position` sees."""
+        return position - position % self.size if self.chunked else max(0, position - self.size + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What a layer asks of attention, besides q, k and v."""
 
@@ -20,6 +32,24 @@ class AttentionSpec:
     softcap: float | None = None
     window: int | None = None  # a query at position p sees keys p - window + 1 .. p
     sink_logits: Tensor | None = None  # [num_query_heads]: one extra logit per head that takes mass, carries no value
+    chunk: int | None = None  # a query at position p sees keys p - p % chunk .. p
+    value_dims: int | None = None  # latent attention: values are the first channels of the keys, and V is not stored
+
+    @property
+    def most_visible(self) -> int | None:
+        """Keys that a query sees at most; None where there is no such bound."""
+        return self.chunk if self.chunk is not None else self.window
+
+    def oldest(self, position: Tensor) -> Tensor:
+        """First key that queries at `position` see, of its shape. Only for layers with a bound."""
+        if self.chunk is not None:
+            return position - position % self.chunk
+        assert self.window is not None
+        return position - self.window + 1
+
+    def values(self, k: Tensor, v: Tensor) -> Tensor:
+        """The values that belong to stored `k [..., k_dim]` and `v [..., v_dim]`."""
+        return v if self.value_dims is None else k[..., : self.value_dims]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +104,8 @@ class KVView:
             absent = (flat < 0).view(-1, 1, 1)
             k.masked_fill_(absent, 0.0)
             v.masked_fill_(absent, 0.0)
-        shape = (*ids.shape[:-1], ids.shape[-1] * self.page_size, -1)
-        return k.reshape(shape), v.reshape(shape)
+        shape = (*ids.shape[:-1], ids.shape[-1] * self.page_size)
+        return k.reshape(*shape, k.shape[-1]), v.reshape(*shape, v.shape[-1])
 
     def _read_mixed(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         assert self.warm is not None

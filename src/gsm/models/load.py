@@ -11,6 +11,7 @@ from gsm.arch import ModelArch, describe
 from gsm.errors import InputError, ModelError
 from gsm.models.checkpoint import Checkpoint, read_checkpoint
 from gsm.models.memory import require_memory
+from gsm.models.quantised import quantization_config
 from gsm.models.quiet import quiet_transformers
 from gsm.models.sizes import DTYPE_BYTES
 from gsm.models.sources import DEMO, demo_gguf_path, resolve_source
@@ -42,16 +43,19 @@ def load_model(
     dtype: str = "float32",
     threads: int | None = None,
     device: str = "cpu",
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Load ``source``: "demo", a model directory, a .gguf file, or a hub id (only then may a download happen).
 
     ``dtype`` is float32, bfloat16, float16 or auto (as stored). ``threads`` sets torch's thread count for this
-    process. ``device`` is cpu, cuda or cuda:N. Attention runs through torch's sdpa where the model has it.
+    process. ``device`` is cpu, cuda or cuda:N. ``quantization`` quantises the weights while loading (a name of
+    `gsm.models.quantised`); a checkpoint that is quantised needs nothing. Attention runs through torch's sdpa where the model has it.
     Raises ModelError or InputError, each with the remedy.
     """
     dtype = _check_dtype(dtype)
     _check_device(device)
     _set_threads(threads)
+    quantiser = quantization_config(quantization) if quantization is not None else None
     path = resolve_source(source)
     config: Any = None
     if isinstance(path, Path):
@@ -61,7 +65,8 @@ def load_model(
     try:
         with quiet_transformers():
             tokenizer = _load_tokenizer(path)
-            model = _load_weights(path, dtype, device, quantized="quantization_config" in (config or {}))
+            is_quantised = quantiser is not None or "quantization_config" in (config or {})
+            model = _load_weights(path, dtype, device, quantized=is_quantised, quantiser=quantiser)
     except ModelError:
         raise
     except Exception as error:  # the one seam where transformers' and torch's errors become ours
@@ -116,7 +121,9 @@ def _load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
         raise
 
 
-def _load_weights(path: Path | str, dtype: str, device: str, *, quantized: bool) -> PreTrainedModel:
+def _load_weights(
+    path: Path | str, dtype: str, device: str, *, quantized: bool, quantiser: Any = None
+) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -124,6 +131,8 @@ def _load_weights(path: Path | str, dtype: str, device: str, *, quantized: bool)
         "dtype": "auto" if dtype == "auto" else getattr(torch, dtype),
         "local_files_only": _local_only(path),
     }
+    if quantiser is not None:
+        kwargs["quantization_config"] = quantiser
     if quantized:
         kwargs["device_map"] = {"": device}  # quantised layers are built on their device and cannot be moved later
     try:
