@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from gsm.errors import InputError
-from gsm.report.files import ResultFile, read_files
 from gsm.report.page import Page, Verdict
 from gsm.report.sections import BUILDERS
 from gsm.report.sections.bench import bench_verdicts, lengths_section
 from gsm.report.sections.cache import explain_verdicts, plan_verdicts
-from gsm.report.sections.checks import diagnose_verdicts, doctor_verdicts, eval_verdicts
+from gsm.report.sections.checks import diagnose_verdicts, doctor_verdicts, eval_verdicts, no_verdicts
 from gsm.report.sections.load import load_verdicts
 from gsm.report.sections.probe import probe_verdicts
 from gsm.report.sections.smoothing import calibrate_verdicts, smooth_verdicts
 from gsm.report.sections.tune import tune_verdicts
+from gsm.results.kinds import ResultFile, read_result_files
 
 T = TypeVar("T")
 
@@ -31,6 +31,7 @@ _VERDICTS: dict[str, Callable[[ResultFile], list[Verdict]]] = {
     "explain": explain_verdicts,
     "plan": plan_verdicts,
     "diagnose": diagnose_verdicts,
+    "generate": no_verdicts,
     "doctor": doctor_verdicts,
 }
 _ORDER = tuple(BUILDERS)
@@ -38,7 +39,7 @@ _ORDER = tuple(BUILDERS)
 
 def compose(paths: Iterable[str | Path], title: str | None = None, made_by: str = "") -> Page:
     """The page of all ``paths``. Raises InputError for a file that is no result, or a damaged one."""
-    results = read_files(paths)
+    results = read_result_files(paths)
     models = dict.fromkeys(_model(result) for result in results)
     subject = ", ".join(filter(None, models)) or "results"
     page = Page(title or subject, made_by=made_by)

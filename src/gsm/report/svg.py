@@ -168,7 +168,7 @@ def _draw_bars(chart: BarChart, width: int) -> str:
     x = _Scale(0, max([*ends, 0]) or 1, canvas.left, canvas.x_end)
     for tick in x.ticks(6 if beside else 4):
         canvas.line(x(tick), canvas.top, x(tick), canvas.y_end, "grid")
-        canvas.text(x(tick), canvas.y_end + 16, number(tick), "middle" if tick else "start")
+        canvas.text(x(tick), canvas.y_end + 16, number(tick), "middle" if tick or beside else "start")
     canvas.text((canvas.left + canvas.x_end) / 2, canvas.height - 6, chart.x_label, "middle", "label")
     for index, bar in enumerate(chart.bars):
         top = canvas.top + index * row

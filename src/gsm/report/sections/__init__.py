@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gsm.report.files import ResultFile
 from gsm.report.page import Section
 from gsm.report.sections.bench import bench_section
 from gsm.report.sections.cache import explain_section, plan_section
-from gsm.report.sections.checks import diagnose_section, doctor_section, eval_section
+from gsm.report.sections.checks import diagnose_section, doctor_section, eval_section, generate_section
 from gsm.report.sections.load import load_section
 from gsm.report.sections.probe import probe_section
 from gsm.report.sections.smoothing import calibrate_section, smooth_section
 from gsm.report.sections.tune import tune_section
+from gsm.results.kinds import ResultFile
 
 BUILDERS: dict[str, Callable[[ResultFile], Section]] = {
     "bench": bench_section,
@@ -25,5 +25,6 @@ BUILDERS: dict[str, Callable[[ResultFile], Section]] = {
     "explain": explain_section,
     "plan": plan_section,
     "diagnose": diagnose_section,
+    "generate": generate_section,
     "doctor": doctor_section,
 }

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from gsm.report.files import ResultFile
-from gsm.report.numbers import NA, interval, mebibytes, number, spread
+from gsm.report.numbers import NA, interval, mebibytes, number
 from gsm.report.page import Bar, BarChart, Block, LineChart, Section, Series, Table, Verdict
 from gsm.report.sections.common import environment_notes, facts, notes_of, profile_blocks, quality_rows
+from gsm.results.kinds import ResultFile
 
 PLAIN = "transformers"
 _TIERS = ("hot", "warm", "cold", "bookkeeping")
@@ -47,19 +47,21 @@ def bench_verdicts(result: ResultFile) -> list[Verdict]:
 
 def _verdict(result: ResultFile, plain: dict[str, Any], arm: dict[str, Any]) -> Verdict:
     tokens, parts, good = result.data["workload"]["prompt_tokens"], [], False
+    slower = False
     before, after = plain["tpot_ms"]["median"], arm["tpot_ms"]["median"]
     if before and after:
         ratio = before / after
-        clear = arm["tpot_ms"]["max"] < plain["tpot_ms"]["min"]
-        good = ratio >= 1.05 and clear
-        parts.append(f"{ratio:.2f} times as fast per token" + ("" if clear or ratio < 1 else " (within the spread)"))
+        faster = arm["tpot_ms"]["max"] < plain["tpot_ms"]["min"]
+        slower = arm["tpot_ms"]["min"] > plain["tpot_ms"]["max"]
+        good = ratio >= 1.05 and faster
+        parts.append(f"{ratio:.2f} times as fast per token" + ("" if faster or slower else " (within the spread)"))
     if plain.get("kv_bytes") and arm.get("kv_bytes"):
         parts.append(f"{arm['kv_bytes'] / plain['kv_bytes']:.2f} of the KV memory")
     quality = arm.get("quality") or {}
     kl = quality.get("kl")
     parts.append("quality not measured" if kl is None else f"KL {number(kl, 2)} ({interval(quality.get('kl_ci95'))})")
     level = "good" if good and kl is not None else "plain"
-    if after and before and after > before * 1.02:
+    if slower:
         level = "bad"
     return Verdict(level, f"{arm['name']} after {tokens:,} tokens: {', '.join(parts)}.", result.name)
 
@@ -134,8 +136,10 @@ def _table(arms: Sequence[dict[str, Any]]) -> Table:
         return [label, *(show(arm) for arm in arms)]
 
     rows = [
-        row("first token, ms", lambda arm: spread(arm["ttft_ms"])),
-        row("each token, ms", lambda arm: spread(arm["tpot_ms"])),
+        row("first token, ms", lambda arm: number(arm["ttft_ms"]["median"])),
+        row("smallest to largest", lambda arm: _ends(arm["ttft_ms"])),
+        row("each token, ms", lambda arm: number(arm["tpot_ms"]["median"])),
+        row("smallest to largest", lambda arm: _ends(arm["tpot_ms"])),
         row("physical floor, ms", lambda arm: number((arm.get("bound") or {}).get("tpot_ms"))),
         row("KV cache, MiB", lambda arm: mebibytes(arm.get("kv_bytes"))),
         row("peak memory, MiB", lambda arm: mebibytes(arm.get("peak_rss_bytes"))),
@@ -145,6 +149,10 @@ def _table(arms: Sequence[dict[str, Any]]) -> Table:
     ]
     rows = [row for row in rows if set(row[1:]) != {NA}]
     return Table("All figures", ["", *(arm["name"] for arm in arms)], rows)
+
+
+def _ends(record: dict[str, float | None]) -> str:
+    return NA if record["min"] is None else f"{number(record['min'])} to {number(record['max'])}"
 
 
 def lengths_section(results: Sequence[ResultFile]) -> Section | None:
@@ -159,7 +167,7 @@ def lengths_section(results: Sequence[ResultFile]) -> Section | None:
     blocks: list[Block] = []
     for group in groups:
         group.sort(key=lambda result: result.data["workload"]["prompt_tokens"])
-        model = group[0].data["environment"].get("model")
+        model = f" ({group[0].data['environment'].get('model')})" if len(groups) > 1 else ""
         figures = (
             ("Time per token against length", "milliseconds per token", _tpot),
             ("KV memory against length", "MiB at the last token", _kv),
@@ -168,7 +176,7 @@ def lengths_section(results: Sequence[ResultFile]) -> Section | None:
         for title, label, read in figures:
             series = _curves(group, read)
             if series:
-                blocks.append(LineChart(f"{title} ({model})", "prompt tokens", label, series))
+                blocks.append(LineChart(f"{title}{model}", "prompt tokens", label, series))
     return Section("Over the length", [r.name for group in groups for r in group], blocks=blocks)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gsm.report.files import ResultFile
 from gsm.report.numbers import mebibytes, number, share
 from gsm.report.page import Bar, BarChart, Block, Section, StackChart, Table, Verdict
 from gsm.report.sections.common import facts, notes_of
+from gsm.results.kinds import ResultFile
 
 _TIERS = ("hot", "warm", "cold", "removed")
 _MOST_BINS = 400

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gsm.report.files import ResultFile
-from gsm.report.page import Block, Section, Table, Verdict
+from gsm.report.numbers import mebibytes, number
+from gsm.report.page import Block, Note, Section, Table, Verdict
 from gsm.report.sections.common import environment_notes, facts, notes_of, quality_rows
+from gsm.results.kinds import ResultFile
 
 
 def eval_section(result: ResultFile) -> Section:
@@ -57,6 +58,26 @@ def diagnose_verdicts(result: ResultFile) -> list[Verdict]:
         Verdict("warn" if item.get("advice") else "bad", f"{item['cause']}: {item['evidence']}.", result.name)
         for item in findings
     ]
+
+
+def generate_section(result: ResultFile) -> Section:
+    data = result.data
+    rows = [
+        ["prompt tokens", f"{data['prompt_tokens']:,}"],
+        ["new tokens", f"{data['new_tokens']:,}"],
+        ["first token, ms", number(data.get("ttft_ms"))],
+        ["each token, ms", number(data.get("tpot_ms"))],
+        ["KV cache, MiB", mebibytes(data.get("kv_bytes"))],
+        ["tokens attended", number(data.get("attended_tokens_mean"), 4)],
+    ]
+    env = data["environment"]
+    blocks: list[Block] = [Table("What it cost", ["", "value"], rows), Note(data["text"])]
+    return Section("A generated text", [result.name], blocks=blocks, command=env["command"], facts=facts(env))
+
+
+def no_verdicts(result: ResultFile) -> list[Verdict]:
+    """For results that decide nothing."""
+    return []
 
 
 def doctor_section(result: ResultFile) -> Section:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gsm.report.files import ResultFile
 from gsm.report.numbers import number
 from gsm.report.page import Bar, BarChart, Block, Section, Table, Verdict
 from gsm.report.sections.common import facts, notes_of
+from gsm.results.kinds import ResultFile
 
 _METRICS = {
     "ttft": "first token (TTFT)",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gsm.report.files import ResultFile
 from gsm.report.numbers import NA, number, share
 from gsm.report.page import Bar, BarChart, Block, LineChart, Section, Series, Table, Verdict
 from gsm.report.sections.common import environment_notes, facts, notes_of, profile_blocks
+from gsm.results.kinds import ResultFile
 
 _NAMES = {
     "kv": "KV-bound",

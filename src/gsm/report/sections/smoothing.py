@@ -6,10 +6,10 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from gsm.report.files import ResultFile
 from gsm.report.numbers import NA, mebibytes, number, share, signed_share, spread
 from gsm.report.page import Bar, BarChart, Block, LineChart, Section, Series, Table, Verdict
 from gsm.report.sections.common import facts, notes_of
+from gsm.results.kinds import ResultFile
 
 _KINDS = {
     "residual": "residual stream",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gsm.report.files import ResultFile
 from gsm.report.numbers import NA, share, signed_share
 from gsm.report.page import Block, LineChart, Section, Series, Table, Verdict
 from gsm.report.sections.common import environment_notes, facts, notes_of
+from gsm.results.kinds import ResultFile
 
 
 def tune_section(result: ResultFile) -> Section:

@@ -1,4 +1,7 @@
-"""Result files: read, and told apart by what is in them. A report reads what it knows and leaves the rest."""
+"""Result files of any kind: read as plain data, and told apart by what is in them.
+
+For those who read what they know and leave the rest (reports, diagnoses), so that older and newer files work alike.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ _KINDS: tuple[tuple[str, Callable[[Data], bool]], ...] = (
     ("bench", lambda d: {"arms", "workload"} <= d.keys()),
     ("explain", lambda d: {"positions", "stats"} <= d.keys()),
     ("plan", lambda d: {"capacities", "kv_bytes_per_token"} <= d.keys()),
+    ("generate", lambda d: {"text", "prompt_tokens", "new_tokens"} <= d.keys()),
     ("doctor", lambda d: {"checks", "passed"} <= d.keys()),
 )
 KINDS = tuple(kind for kind, _ in _KINDS)
@@ -38,7 +42,7 @@ class ResultFile:
     data: Data
 
 
-def read_files(paths: Iterable[str | Path]) -> list[ResultFile]:
+def read_result_files(paths: Iterable[str | Path]) -> list[ResultFile]:
     """All files, in order; a file with a list holds several results. Raises InputError for one that is no result."""
     found = [result for path in paths for result in _read(Path(path))]
     if not found:
@@ -67,7 +71,7 @@ def _kind(item: Any, path: Path) -> str:
     kind = next((kind for kind, fits in _KINDS if isinstance(item, dict) and fits(item)), None)
     if kind is None:
         raise InputError(
-            f"{path} is no result that a report knows; it takes the JSON files of gsm {', '.join(KINDS[:-1])} and "
+            f"{path} is no result that is known here; give the JSON files of gsm {', '.join(KINDS[:-1])} and "
             f"{KINDS[-1]}"
         )
     return kind
