@@ -1,4 +1,6 @@
-"""What smoothing and int8 are worth on the demo model: `python benchmarks/smooth.py {quality,speed,window,memory,faults}`.
+"""What smoothing and int8 are worth on the demo model.
+
+    python benchmarks/smooth.py {quality,speed,window,memory,verdict}
 
 Each part writes one JSON file with the command that made it. Calibration, tuning and evaluation read disjoint thirds of
 the text. `speed` needs a quiet machine; the other parts do not.

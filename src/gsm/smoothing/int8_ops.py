@@ -3,7 +3,7 @@
 All routes use the same arithmetic: symmetric codes, one scale per row of x and one per output channel of w, exact int32
 sums. They therefore agree to rounding of the final float32 product, whatever the number of rows.
 
-* CPU, few rows: one fused kernel per product (`gsm.smoothing.kernels`).
+* CPU, few rows: one fused kernel per product (`gsm.smoothing.kernels`), on torch's own threads.
 * CPU, many rows: `torch._int_mm` (oneDNN) with fused kernels before and after it.
 * Without numba: the same steps as separate torch operations.
 * CUDA: `torch._int_mm`, which wants more than 16 rows, so small batches are padded.
@@ -11,7 +11,9 @@ sums. They therefore agree to rounding of the final float32 product, whatever th
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ SMALL_ROWS = 4  # up to here reading the weights dominates and the fused kernels
 _CUDA_MIN_ROWS, _CUDA_MULTIPLE = 32, 8
 _WIDEN_ROWS = 32  # weight-only: more rows are worth widening the weights for a float32 product
 _WIDEN_CHANNELS = 4096  # weights widened at a time, so that a large head never exists in float32
+_MAX_CHUNK = 1024  # output channels that a thread takes at a time, at most
 _BLOCK_ROWS = 512  # rows per product in a gated MLP: the int32 sums stay in the cache
 
 
@@ -73,10 +76,10 @@ class Int8Weight:
         return self.codes.float() * self.scale[:, None]
 
     @functools.cached_property
-    def arrays(self) -> tuple[Any, Any, Any]:
-        """The same memory as numpy arrays (codes, scale, bias); an empty bias means none."""
-        bias = torch.empty(0) if self.bias is None else self.bias
-        return self.codes.numpy(), self.scale.numpy(), bias.numpy()
+    def arguments(self) -> Any:
+        """What every kernel is told of this weight; calls fill in the rest of a copy."""
+        out, n = self.codes.shape
+        return _arguments(w=self.codes, w_scale=self.scale, bias=self.bias, n=n, out=out)
 
 
 @functools.cache
@@ -95,11 +98,9 @@ def linear(x: Tensor, weight: Int8Weight, *, static_scale: float = 0.0, block: i
     ``static_scale`` > 0 is the scale of every row that fits in it; larger rows (attention sinks) take their own.
     ``block`` > 1 rotates the inputs first (`hadamard`).
     """
-    fused = kernels() if x.device.type == "cpu" else None
-    if fused is not None and x.shape[0] <= SMALL_ROWS:
+    if x.shape[0] <= SMALL_ROWS and _fused(x):
         y = torch.empty(x.shape[0], weight.codes.shape[0])
-        codes, scale, bias = weight.arrays
-        _with_threads(fused.linear_small, x.numpy(), codes, scale, bias, y.numpy(), _f32(static_scale), block)
+        _over_channels("linear", weight, x=x, y=y, static=static_scale, block=block)
         return y
     q, s = quantise_rows(x, static_scale=static_scale, block=block)
     return dequantise(int_mm(q, weight.codes), s, weight)
@@ -107,10 +108,9 @@ def linear(x: Tensor, weight: Int8Weight, *, static_scale: float = 0.0, block: i
 
 def weight_only(x: Tensor, weight: Int8Weight) -> Tensor:
     """x w^T + b with int8 weights and activations as they are; ``x`` [rows, in] float32."""
-    fused = kernels() if x.device.type == "cpu" else None
-    if fused is not None and x.shape[0] <= _WIDEN_ROWS:
+    if x.shape[0] <= _WIDEN_ROWS and _fused(x):
         y = torch.empty(x.shape[0], weight.codes.shape[0])
-        _with_threads(fused.weight_only_small, x.numpy(), *weight.arrays, y.numpy())
+        _over_channels("weight_only", weight, x=x, y=y)
         return y
     if x.device.type == "cpu" and x.shape[0] <= SMALL_ROWS:
         # int8pack wants bfloat16 (with float32 it takes a path slower than float32 weights)
@@ -134,24 +134,23 @@ def gated_mlp(
 
     ``activation`` is "silu" or "gelu_tanh"; ``gate_up`` holds the gate's channels, then those of up.
     """
-    fused = kernels() if x.device.type == "cpu" else None
-    static_x, static_h = (_f32(scale) for scale in static_scales)
-    if fused is None:
-        gate, up = linear(x, gate_up, static_scale=static_scales[0]).chunk(2, -1)
-        return linear(_activate(gate, activation) * up, down, static_scale=static_scales[1], block=block)
-    kind = fused.ACTIVATIONS[activation]
-    y = torch.empty(x.shape[0], down.codes.shape[0])
-    w1, s1, _ = gate_up.arrays
-    w2, s2, _ = down.arrays
+    static_x, static_h = static_scales
+    if not _fused(x):
+        gate, up = linear(x, gate_up, static_scale=static_x).chunk(2, -1)
+        return linear(_activate(gate, activation) * up, down, static_scale=static_h, block=block)
+    kind, inner = kernels().ACTIVATIONS[activation], down.codes.shape[1]
     if x.shape[0] <= SMALL_ROWS:
-        _with_threads(fused.gated_mlp_small, x.numpy(), w1, s1, w2, s2, kind, y.numpy(), static_x, static_h, block)
-        return y
+        hidden = torch.empty(x.shape[0], inner)
+        _over_channels("gate_up", gate_up, x=x, y=hidden, static=static_x, kind=kind)
+        return linear(hidden, down, static_scale=static_h, block=block)
+    y = torch.empty(x.shape[0], down.codes.shape[0])
     for start in range(0, x.shape[0], _BLOCK_ROWS):
-        q, s = quantise_rows(x[start : start + _BLOCK_ROWS], static_scale=static_scales[0])
+        q, s = quantise_rows(x[start : start + _BLOCK_ROWS], static_scale=static_x)
         total = int_mm(q, gate_up.codes)
-        h, hs = torch.empty(len(q), down.codes.shape[1], dtype=torch.int8), torch.empty(len(q))
-        _with_threads(
-            fused.gate_and_quantise, total.numpy(), s.numpy(), s1, kind, h.numpy(), hs.numpy(), static_h, block
+        h, hs = torch.empty(len(q), inner, dtype=torch.int8), torch.empty(len(q))
+        like = gate_up.arguments
+        _over_rows(
+            "gate_and_quantise", like, total=total, x=s, q=h, scale=hs, n=inner, static=static_h, kind=kind, block=block
         )
         y[start : start + len(q)] = dequantise(int_mm(h, down.codes), hs, down)
     return y
@@ -159,10 +158,9 @@ def gated_mlp(
 
 def quantise_rows(x: Tensor, *, static_scale: float = 0.0, block: int = 1) -> tuple[Tensor, Tensor]:
     """``x`` [rows, n] float32 to (codes [rows, n] int8, scale [rows] float32). A non-finite row gets a NaN scale."""
-    fused = kernels() if x.device.type == "cpu" else None
-    if fused is not None:
+    if _fused(x):
         q, s = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0])
-        _with_threads(fused.quantise_rows, x.numpy(), q.numpy(), s.numpy(), _f32(static_scale), block)
+        _over_rows("quantise_rows", _arguments(n=x.shape[1]), x=x, q=q, scale=s, static=static_scale, block=block)
         return q, s
     if block > 1:
         x = hadamard(x, block)
@@ -175,11 +173,9 @@ def quantise_rows(x: Tensor, *, static_scale: float = 0.0, block: int = 1) -> tu
 
 def dequantise(total: Tensor, scale: Tensor, weight: Int8Weight) -> Tensor:
     """int32 sums [rows, out] to float32, with the bias added."""
-    fused = kernels() if total.device.type == "cpu" else None
-    if fused is not None:
+    if _fused(total):
         y = torch.empty(total.shape)
-        _, w_scale, bias = weight.arrays
-        _with_threads(fused.dequantise, total.numpy(), scale.numpy(), w_scale, bias, y.numpy())
+        _over_rows("dequantise", weight.arguments, total=total, scale=scale, y=y)
         return y
     y = total.float().mul_(scale[:, None] * weight.scale)
     return y if weight.bias is None else y.add_(weight.bias)
@@ -208,7 +204,7 @@ def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) * gain over the last dimension; float32 on the CPU, with the fused kernels."""
     rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
     y = torch.empty(rows.shape)
-    _with_threads(kernels().rms_norm, rows.numpy(), gain.numpy(), _f32(epsilon), y.numpy())
+    _over_rows("rms_norm", _arguments(n=rows.shape[1]), x=rows, y=y, w_scale=gain, epsilon=epsilon)
     return y.view(x.shape)
 
 
@@ -230,25 +226,49 @@ def _activate(x: Tensor, activation: str) -> Tensor:
     return functional.silu(x) if activation == "silu" else functional.gelu(x, approximate="tanh")
 
 
-def _f32(value: float) -> Any:
+def _fused(x: Tensor) -> bool:
+    return x.device.type == "cpu" and kernels() is not None
+
+
+def _arguments(**fields: Any) -> Any:
+    """A new record of kernel arguments with ``fields`` set; None means that there is none."""
     import numpy as np
 
-    return np.float32(value)
+    record = np.zeros(1, kernels().ARGUMENTS)
+    for name, value in fields.items():
+        record[name] = value.data_ptr() if isinstance(value, Tensor) else value or 0
+    return record
+
+
+def _over_channels(name: str, weight: Int8Weight, *, x: Tensor, y: Tensor, **fields: Any) -> None:
+    """Run a kernel whose threads share the output channels of ``y`` for all rows of ``x``."""
+    rows, out = y.shape
+    chunk = min(_MAX_CHUNK, -(-out // (2 * torch.get_num_threads())))
+    _call(name, weight.arguments, chunk=chunk, rows=rows, out=out, x=x, y=y, **fields)
+
+
+def _over_rows(name: str, like: Any, **fields: Any) -> None:
+    """Run a kernel whose threads share the rows; one or two rows are not worth waking a thread."""
+    result: Tensor = fields["y"] if "y" in fields else fields["q"]
+    rows = result.shape[0]
+    chunk = max(1, min(16, rows // (2 * torch.get_num_threads())))
+    _call(name, like, alone=rows <= 2, chunk=chunk, rows=rows, **fields)
+
+
+def _call(name: str, like: Any, *, alone: bool = False, **fields: Any) -> None:
+    """Run kernel ``name`` on a copy of the arguments ``like`` with ``fields`` set: calls must not share a counter."""
+    record = like.copy()
+    for field, value in fields.items():
+        record[field] = value.data_ptr() if isinstance(value, Tensor) else value
+    address = record.__array_interface__["data"][0]
+    record["at"] = address
+    function = kernels().entry_points()[name].address
+    if alone:
+        _as_function(function)(address)
+    else:
+        kernels().run_team(function, address)
 
 
 @functools.cache
-def _most_threads() -> int:
-    from numba import config
-
-    most: int = vars(config)["NUMBA_NUM_THREADS"]
-    return most
-
-
-def _with_threads(kernel: Any, *args: Any) -> None:
-    """Call a parallel kernel with as many threads as torch uses."""
-    import numba
-
-    threads = min(torch.get_num_threads(), _most_threads())
-    if numba.get_num_threads() != threads:
-        numba.set_num_threads(threads)
-    kernel(*args)
+def _as_function(address: int) -> Callable[[int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)

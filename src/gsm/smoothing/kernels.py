@@ -1,31 +1,47 @@
 """Fused int8 kernels for CPU (numba). Optional: without numba the same arithmetic runs on torch's own operations.
 
 A decode step multiplies one row with every weight, so it is bound by reading weights and by the number of small
-operations around each product. One kernel per projection (or per gated MLP) removes those operations: it quantises the
+operations around each product. One kernel per projection (two per gated MLP) removes those operations: it quantises the
 row, multiplies in int8 with int32 sums, and scales back. Prefill multiplies with `torch._int_mm` (oneDNN) and uses the
 row-wise kernels here before and after it.
 
-Shapes: x [rows, in] float32, w [out, in] int8, w_scale [out] float32; all C-contiguous. A row that holds a NaN or an
+All threads of torch's own team enter the same function with the same `ARGUMENTS` (`gsm.core.team`) and take chunks of
+output channels, or of rows, from a shared counter. Quantising the few rows of a decode step is done by every thread for
+itself: that is cheaper than waiting for each other.
+
+Arrays: x [rows, n] float32, w [out, n] int8, w_scale [out] float32; all C-contiguous. A row that holds a NaN or an
 infinity gets a NaN scale, so that the damage stays visible in the output; fast-math is limited to what keeps it so.
 """
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
+import numba
 import numpy as np
-from numba import njit, prange, types
+from numba import carray, njit, types
 from numba.extending import intrinsic
+
+from gsm.core.team import add_to, pointer, run_team
 
 # reassociation lets sums vectorise; "nnan" and "ninf" stay off, because they would let NaN pass for a number. The numpy
 # error model matters: Python's raises on division by zero, and that check alone keeps a loop from vectorising.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 _inner: Any = njit(fastmath=_FAST, nogil=True, cache=True, error_model="numpy")
-_outer: Any = njit(fastmath=_FAST, nogil=True, cache=True, error_model="numpy", parallel=True)
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _INFINITY_BITS = np.int32(0x7F800000)
+
+# What a call is told. `at` is the address of `counter`; addresses that a kernel does not read may be 0.
+_SIZES = ("counter", "at", "chunk", "rows", "n", "out", "kind", "block")
+_ADDRESSES = ("x", "q", "scale", "w", "w_scale", "bias", "total", "y")
+_FLOATS = ("static", "epsilon")
+ARGUMENTS = np.dtype(
+    [*((name, np.int64) for name in (*_SIZES, *_ADDRESSES)), *((name, np.float32) for name in _FLOATS)]
+)
 
 
 def _intrinsic(result: Any, arguments: tuple[Any, ...], build: Callable[[Any, Any, Any], Any]) -> Any:
@@ -60,10 +76,22 @@ _power_of_two: Any = _intrinsic(
     (types.int32,),
     lambda b, t, a: b.bitcast(b.shl(b.add(a[0], t(types.int32)(127)), t(types.int32)(23)), t(types.float32)),
 )
+_multiply_add: Any = intrinsic(
+    lambda typingctx, total, a, b: (
+        types.int32(types.int32, types.int16, types.int8),
+        lambda context, builder, signature, args: builder.add(
+            args[0],
+            builder.mul(
+                builder.sext(args[1], context.get_value_type(types.int32)),
+                builder.sext(args[2], context.get_value_type(types.int32)),
+            ),
+        ),
+    )
+)
 
 
 @_inner
-def _exp(x: Any) -> Any:
+def _exp(x):
     """e**x in float32 with a relative error of 3e-7; a polynomial, because calls into libm do not vectorise."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.rint(x * np.float32(1.4426950408889634))
@@ -78,7 +106,7 @@ def _exp(x: Any) -> Any:
 
 
 @_inner
-def _activate(x: Any, kind: Any) -> Any:
+def _activate(x, kind):
     """silu(x), or the tanh form of gelu, which is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))."""
     z = x
     if kind == 1:
@@ -87,16 +115,28 @@ def _activate(x: Any, kind: Any) -> Any:
 
 
 @_inner
-def _dot(a: Any, b: Any, n: Any) -> Any:
-    """Exact int32 dot product of two int8 rows; products in int16 and sums in int32 become vpmaddwd."""
+def _dot(a, w, n):
+    """Exact int32 product of an int16 row with an int8 row; becomes vpmaddwd.
+
+    One weight row at a time: several at once halve the speed, because memory is read fastest in one stream.
+    """
     total = np.int32(0)
     for i in range(n):
-        total = np.int32(total + np.int32(np.int16(a[i]) * np.int16(b[i])))
+        total = _multiply_add(total, a[i], w[i])
     return total
 
 
 @_inner
-def _quantise(x: Any, q: Any, n: Any, static_scale: Any) -> Any:
+def _dot_float(x, w, n):
+    """Product of a float32 row with one of float32 or int8."""
+    total = np.float32(0.0)
+    for i in range(n):
+        total += x[i] * np.float32(w[i])
+    return total
+
+
+@_inner
+def _quantise(x, q, n, static_scale):
     """x[:n] to int8 codes; returns the scale. ``static_scale`` > 0 is used unless the row exceeds its range.
 
     Magnitudes are compared as bit patterns, which order like the numbers and put NaN above infinity: the largest one
@@ -120,7 +160,7 @@ def _quantise(x: Any, q: Any, n: Any, static_scale: Any) -> Any:
 
 
 @_inner
-def hadamard(x: Any, n: Any, block: Any) -> None:
+def hadamard(x, n, block):
     """Multiply x[:n], seen as [block, n / block], by the orthonormal Hadamard matrix of ``block`` (a power of two).
 
     Elements n / block apart are mixed, so that every step works on contiguous runs.
@@ -140,149 +180,198 @@ def hadamard(x: Any, n: Any, block: Any) -> None:
         x[i] *= norm
 
 
-@_outer
-def quantise_rows(x: Any, q: Any, scale: Any, static_scale: Any, block: Any) -> None:
-    """Rows of x to int8 codes ``q`` and ``scale`` [rows], each run of ``block`` > 1 elements rotated first."""
-    rows, n = x.shape
-    for r in prange(rows):
-        if block > 1:
-            rotated = x[r].copy()
-            hadamard(rotated, n, block)
-            scale[r] = _quantise(rotated, q[r], n, static_scale)
-        else:
-            scale[r] = _quantise(x[r], q[r], n, static_scale)
-
-
-@_outer
-def dequantise(total: Any, scale: Any, w_scale: Any, bias: Any, y: Any) -> None:
-    """y = total * scale * w_scale + bias; ``bias`` is empty when there is none."""
-    rows, n = total.shape
-    has_bias = bias.shape[0] == n
-    for r in prange(rows):
-        s = scale[r]
-        for j in range(n):
-            y[r, j] = np.float32(total[r, j]) * (s * w_scale[j])
-        if has_bias:
-            for j in range(n):
-                y[r, j] += bias[j]
-
-
-@_outer
-def gate_and_quantise(
-    total: Any, scale: Any, w_scale: Any, kind: Any, q: Any, h_scale: Any, static_scale: Any, block: Any
-) -> None:
-    """Between the two products of a gated MLP: scale back, activate the gate, multiply, rotate, quantise.
-
-    ``total`` [rows, 2 * inner] holds gate then up; ``q`` [rows, inner] and ``h_scale`` [rows] receive the result.
-    """
-    rows, inner = q.shape
-    for r in prange(rows):
-        s = scale[r]
-        h = np.empty(inner, np.float32)
-        gates, ups = total[r, :inner], total[r, inner:]
-        gate_scale, up_scale = w_scale[:inner], w_scale[inner:]
-        if kind == 0:
-            for i in range(inner):
-                gate = np.float32(gates[i]) * (s * gate_scale[i])
-                h[i] = _activate(gate, 0) * (np.float32(ups[i]) * (s * up_scale[i]))
-        else:
-            for i in range(inner):
-                gate = np.float32(gates[i]) * (s * gate_scale[i])
-                h[i] = _activate(gate, 1) * (np.float32(ups[i]) * (s * up_scale[i]))
-        if block > 1:
-            hadamard(h, inner, block)
-        h_scale[r] = _quantise(h, q[r], inner, static_scale)
-
-
-@_outer
-def linear_small(x: Any, w: Any, w_scale: Any, bias: Any, y: Any, static_scale: Any, block: Any) -> None:
-    """y = x w^T for a few rows, quantised per row, in one call."""
-    rows, n = x.shape
-    out = w.shape[0]
-    has_bias = bias.shape[0] == out
-    q = np.empty((rows, n), np.int8)
+@_inner
+def _quantise_all(x, rows, n, static_scale, block):
+    """Every row's codes as int16, ready to be multiplied, and its scale."""
+    codes = np.empty((rows, n), np.int16)
     scale = np.empty(rows, np.float32)
     for r in range(rows):
         if block > 1:
             rotated = x[r].copy()
             hadamard(rotated, n, block)
-            scale[r] = _quantise(rotated, q[r], n, static_scale)
+            scale[r] = _quantise(rotated, codes[r], n, static_scale)
         else:
-            scale[r] = _quantise(x[r], q[r], n, static_scale)
-    for j in prange(out):
+            scale[r] = _quantise(x[r], codes[r], n, static_scale)
+    return codes, scale
+
+
+def _linear(args):
+    """y = x w^T for a few rows, quantised per row."""
+    a = carray(args, 1)[0]
+    rows, n, out = a.rows, a.n, a.out
+    w = carray(pointer(a.w), (out, n), np.int8)
+    w_scale = carray(pointer(a.w_scale), out, np.float32)
+    y = carray(pointer(a.y), (rows, out), np.float32)
+    codes, scale = _quantise_all(carray(pointer(a.x), (rows, n), np.float32), rows, n, a.static, a.block)
+    start = add_to(a.at, a.chunk)
+    while start < out:
+        end = min(start + a.chunk, out)
         for r in range(rows):
-            value = np.float32(_dot(q[r], w[j], n)) * (scale[r] * w_scale[j])
-            if has_bias:
-                value += bias[j]
-            y[r, j] = value
+            c, s, to = codes[r], scale[r], y[r]
+            for j in range(start, end):
+                to[j] = np.float32(_dot(c, w[j], n)) * (s * w_scale[j])
+            if a.bias:
+                bias = carray(pointer(a.bias), out, np.float32)
+                for j in range(start, end):
+                    to[j] += bias[j]
+        start = add_to(a.at, a.chunk)
 
 
-@_outer
-def weight_only_small(x: Any, w: Any, w_scale: Any, bias: Any, y: Any) -> None:
-    """y = x w^T for float32 rows and int8 weights; each weight row is widened once and used by all rows of x."""
-    rows, n = x.shape
-    out = w.shape[0]
-    has_bias = bias.shape[0] == out
-    for j in prange(out):
-        wide = np.empty(n, np.float32)
-        codes = w[j]
-        for i in range(n):
-            wide[i] = np.float32(codes[i])
+def _gate_up(args):
+    """y = act(x gate^T) * (x up^T) for a few rows; ``w`` [2 * out, n] holds the gate's channels, then those of up."""
+    a = carray(args, 1)[0]
+    rows, n, out = a.rows, a.n, a.out
+    w = carray(pointer(a.w), (2 * out, n), np.int8)
+    w_scale = carray(pointer(a.w_scale), 2 * out, np.float32)
+    y = carray(pointer(a.y), (rows, out), np.float32)
+    codes, scale = _quantise_all(carray(pointer(a.x), (rows, n), np.float32), rows, n, a.static, a.block)
+    start = add_to(a.at, a.chunk)
+    while start < out:
+        end = min(start + a.chunk, out)
         for r in range(rows):
-            row = x[r]
-            total = np.float32(0.0)
-            for i in range(n):
-                total += row[i] * wide[i]
-            value = total * w_scale[j]
-            if has_bias:
-                value += bias[j]
-            y[r, j] = value
+            c, s, to = codes[r], scale[r], y[r]
+            for j in range(start, end):
+                gate = np.float32(_dot(c, w[j], n)) * (s * w_scale[j])
+                to[j] = _activate(gate, a.kind) * (np.float32(_dot(c, w[out + j], n)) * (s * w_scale[out + j]))
+        start = add_to(a.at, a.chunk)
 
 
-@_outer
-def gated_mlp_small(
-    x: Any, w1: Any, w1_scale: Any, w2: Any, w2_scale: Any, kind: Any, y: Any, static1: Any, static2: Any, block: Any
-) -> None:
-    """down(act(gate(x)) * up(x)) for a few rows, in one call. ``w1`` [2 * inner, in] holds gate then up."""
-    rows, n = x.shape
-    inner = w1.shape[0] // 2
-    out = w2.shape[0]
-    q = np.empty((rows, n), np.int8)
-    scale = np.empty(rows, np.float32)
-    for r in range(rows):
-        scale[r] = _quantise(x[r], q[r], n, static1)
-    h = np.empty((rows, inner), np.float32)
-    for i in prange(inner):
-        for r in range(rows):
-            gate = np.float32(_dot(q[r], w1[i], n)) * (scale[r] * w1_scale[i])
-            up = np.float32(_dot(q[r], w1[inner + i], n)) * (scale[r] * w1_scale[inner + i])
-            h[r, i] = _activate(gate, kind) * up
-    hq = np.empty((rows, inner), np.int8)
-    for r in range(rows):
-        if block > 1:
-            hadamard(h[r], inner, block)
-        scale[r] = _quantise(h[r], hq[r], inner, static2)
-    for j in prange(out):
-        for r in range(rows):
-            y[r, j] = np.float32(_dot(hq[r], w2[j], inner)) * (scale[r] * w2_scale[j])
+def _weight_only(args):
+    """y = x w^T for float32 rows; each weight row is widened once and used by all rows of x."""
+    a = carray(args, 1)[0]
+    rows, n, out = a.rows, a.n, a.out
+    x = carray(pointer(a.x), (rows, n), np.float32)
+    w = carray(pointer(a.w), (out, n), np.int8)
+    w_scale = carray(pointer(a.w_scale), out, np.float32)
+    y = carray(pointer(a.y), (rows, out), np.float32)
+    wide = np.empty(n, np.float32)
+    start = add_to(a.at, a.chunk)
+    while start < out:
+        end = min(start + a.chunk, out)
+        for j in range(start, end):
+            row = w[j]
+            if rows > 1:
+                for i in range(n):
+                    wide[i] = np.float32(row[i])
+            for r in range(rows):
+                y[r, j] = w_scale[j] * (_dot_float(x[r], wide, n) if rows > 1 else _dot_float(x[r], row, n))
+        if a.bias:
+            bias = carray(pointer(a.bias), out, np.float32)
+            for r in range(rows):
+                for j in range(start, end):
+                    y[r, j] += bias[j]
+        start = add_to(a.at, a.chunk)
 
 
-@_outer
-def rms_norm(x: Any, gain: Any, epsilon: Any, y: Any) -> None:
-    """y = x / rms(x) * gain, row by row."""
-    rows, n = x.shape
-    if rows == 1:
-        _rms_norm(x[0], gain, epsilon, y[0], n)
-        return
-    for r in prange(rows):
-        _rms_norm(x[r], gain, epsilon, y[r], n)
+def _rms_norm(args):
+    """y = x / rms(x) * w, row by row; ``w_scale`` [n] is the gain."""
+    a = carray(args, 1)[0]
+    rows, n = a.rows, a.n
+    x = carray(pointer(a.x), (rows, n), np.float32)
+    gain = carray(pointer(a.w_scale), n, np.float32)
+    y = carray(pointer(a.y), (rows, n), np.float32)
+    start = add_to(a.at, a.chunk)
+    while start < rows:
+        for r in range(start, min(start + a.chunk, rows)):
+            _normalise(x[r], gain, y[r], n, a.epsilon)
+        start = add_to(a.at, a.chunk)
 
 
 @_inner
-def _rms_norm(x: Any, gain: Any, epsilon: Any, y: Any, n: Any) -> None:
+def _normalise(x, gain, y, n, epsilon):
     total = np.float32(0.0)
     for i in range(n):
         total += x[i] * x[i]
     inverse = np.float32(1.0) / np.sqrt(total / np.float32(n) + epsilon)
     for i in range(n):
         y[i] = gain[i] * (x[i] * inverse)
+
+
+def _quantise_rows(args):
+    """Rows of x to int8 codes ``q`` and ``scale`` [rows], each run of ``block`` > 1 elements rotated first."""
+    a = carray(args, 1)[0]
+    rows, n = a.rows, a.n
+    x = carray(pointer(a.x), (rows, n), np.float32)
+    q = carray(pointer(a.q), (rows, n), np.int8)
+    scale = carray(pointer(a.scale), rows, np.float32)
+    rotated = np.empty(n, np.float32)
+    start = add_to(a.at, a.chunk)
+    while start < rows:
+        for r in range(start, min(start + a.chunk, rows)):
+            if a.block > 1:
+                rotated[:] = x[r]
+                hadamard(rotated, n, a.block)
+                scale[r] = _quantise(rotated, q[r], n, a.static)
+            else:
+                scale[r] = _quantise(x[r], q[r], n, a.static)
+        start = add_to(a.at, a.chunk)
+
+
+def _dequantise(args):
+    """y = total * scale * w_scale + bias, ``total`` [rows, out] int32."""
+    a = carray(args, 1)[0]
+    rows, out = a.rows, a.out
+    total = carray(pointer(a.total), (rows, out), np.int32)
+    scale = carray(pointer(a.scale), rows, np.float32)
+    w_scale = carray(pointer(a.w_scale), out, np.float32)
+    y = carray(pointer(a.y), (rows, out), np.float32)
+    start = add_to(a.at, a.chunk)
+    while start < rows:
+        for r in range(start, min(start + a.chunk, rows)):
+            _scale_back(total[r], scale[r], w_scale, y[r], out)
+            if a.bias:
+                bias = carray(pointer(a.bias), out, np.float32)
+                for j in range(out):
+                    y[r, j] += bias[j]
+        start = add_to(a.at, a.chunk)
+
+
+@_inner
+def _scale_back(total, s, w_scale, y, n):
+    for j in range(n):
+        y[j] = np.float32(total[j]) * (s * w_scale[j])
+
+
+def _gate_and_quantise(args):
+    """Between the two products of a gated MLP: scale back, activate the gate, multiply, rotate, quantise.
+
+    ``total`` [rows, 2 * n] int32 holds gate then up, ``x`` [rows] their rows' scales; ``q`` [rows, n] and ``scale``
+    [rows] receive the result.
+    """
+    a = carray(args, 1)[0]
+    rows, n = a.rows, a.n
+    total = carray(pointer(a.total), (rows, 2 * n), np.int32)
+    x_scale = carray(pointer(a.x), rows, np.float32)
+    w_scale = carray(pointer(a.w_scale), 2 * n, np.float32)
+    q = carray(pointer(a.q), (rows, n), np.int8)
+    scale = carray(pointer(a.scale), rows, np.float32)
+    h = np.empty(n, np.float32)
+    start = add_to(a.at, a.chunk)
+    while start < rows:
+        for r in range(start, min(start + a.chunk, rows)):
+            if a.kind == 0:
+                _gate(total[r, :n], total[r, n:], x_scale[r], w_scale[:n], w_scale[n:], h, n, 0)
+            else:
+                _gate(total[r, :n], total[r, n:], x_scale[r], w_scale[:n], w_scale[n:], h, n, 1)
+            if a.block > 1:
+                hadamard(h, n, a.block)
+            scale[r] = _quantise(h, q[r], n, a.static)
+        start = add_to(a.at, a.chunk)
+
+
+@_inner
+def _gate(gates, ups, s, gate_scale, up_scale, h, n, kind):
+    for i in range(n):
+        h[i] = _activate(np.float32(gates[i]) * (s * gate_scale[i]), kind) * (np.float32(ups[i]) * (s * up_scale[i]))
+
+
+__all__ = ["ACTIVATIONS", "ARGUMENTS", "entry_points", "hadamard", "run_team"]
+_ENTRIES = (_linear, _gate_up, _weight_only, _rms_norm, _quantise_rows, _dequantise, _gate_and_quantise)
+
+
+@lru_cache(maxsize=1)
+def entry_points() -> dict[str, Any]:
+    """The compiled functions by name; their `address` goes to `run_team`. Compiles them, or loads numba's cache."""
+    signature = types.void(types.CPointer(numba.from_dtype(ARGUMENTS)))
+    compile_entry = numba.cfunc(signature, cache=True, fastmath=_FAST, error_model="numpy")
+    return {function.__name__.lstrip("_"): compile_entry(function) for function in _ENTRIES}
