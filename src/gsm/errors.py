@@ -55,3 +55,15 @@ class KVIntegrityError(KVError):
 
 class MeasurementError(GsmError):
     """A measurement could not be taken or would be meaningless."""
+
+
+class EngineError(GsmError):
+    """The engine cannot serve a request."""
+
+
+class QueueFull(EngineError):
+    """Too many requests wait already; try again later."""
+
+
+class EngineDead(EngineError):
+    """The engine's thread ended with an error; the server must be restarted."""

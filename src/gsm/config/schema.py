@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from gsm.config.engine import EngineConfig
 from gsm.config.presets import apply_preset
 from gsm.config.section import Section
 from gsm.config.smoothing import SmoothingConfig
@@ -157,3 +158,4 @@ class GsmConfig(Section):
 
     cache: CacheConfig = CacheConfig()
     smoothing: SmoothingConfig = SmoothingConfig()
+    engine: EngineConfig = EngineConfig()

@@ -13,3 +13,4 @@ class Span:
     row: int  # row of the input
     start: int  # first column of the input
     num_tokens: int
+    is_draft: bool = False  # its tokens attend one by one, exactly as decode steps would, and may be cropped again

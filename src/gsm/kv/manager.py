@@ -8,7 +8,7 @@ store as it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -70,6 +70,8 @@ class KVManager:
         self.recalled_tokens = 0.0  # of those, older than the hot zone
         self._group_of: dict[int, StreamGroup] = {}
         self._abandoned: list[int] = []
+        # who owns pages beside sequences: page ids (one per ownership) of the group with that number
+        self.holders: list[Callable[[int], Tensor]] = []
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
@@ -300,10 +302,13 @@ class KVManager:
     def check_integrity(self) -> None:
         """Prove that every page is free or owned exactly as often as counted. Raises KVIntegrityError."""
         self._free_abandoned()
-        for group in self.groups:
+        for number, group in enumerate(self.groups):
             owners = torch.zeros(group.pages.capacity, dtype=torch.long, device=group.geometry.device)
             for slot, state in self.sequences.items():
                 ids = group.ids(slot, 0, self._num_pages(state.num_tokens))
+                owners.index_add_(0, ids, torch.ones_like(ids))
+            for held_ids in self.holders:
+                ids = held_ids(number)
                 owners.index_add_(0, ids, torch.ones_like(ids))
             group.pages.check(owners, "page")
             live = (group.pages.refs > 0).nonzero().flatten()

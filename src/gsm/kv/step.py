@@ -29,32 +29,42 @@ class KVStep:
         self.manager = manager
         self.spans = spans
         self.past_lens = [manager.num_tokens(span.slot) for span in spans]
-        self.is_decode = bool(spans) and all(span.num_tokens == 1 for span in spans)
+        self.long_spans = [i for i, span in enumerate(spans) if span.num_tokens > 1 and not span.is_draft]
+        self.is_decode = bool(spans) and not self.long_spans
         self.needs_mass = manager.needs_mass
         self._open = True
-        self._write_rows: dict[int, Tensor] = {}
+        self._targets: dict[int, Tensor] = {}
         self._index: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._places: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
         self._decoded: dict[int, tuple[StreamGroup, list[Tensor], list[Tensor]]] = {}  # group, places, mass
         self._observed: list[SpanMass] = [{} for _ in spans]
 
     @cached_property
+    def decode_tokens(self) -> list[tuple[int, int]]:
+        """(span, offset) of every new token that attends alone: the batch of the one decode call per layer."""
+        is_long = set(self.long_spans)
+        return [(i, j) for i, span in enumerate(self.spans) if i not in is_long for j in range(span.num_tokens)]
+
+    @cached_property
     def seq_lens(self) -> list[int]:
-        """Length of every span's sequence, the new tokens included."""
-        return [past + span.num_tokens for past, span in zip(self.past_lens, self.spans, strict=True)]
+        """What every decode token sees: the length of its sequence up to and with itself."""
+        return [self.past_lens[i] + j + 1 for i, j in self.decode_tokens]
 
     @cached_property
     def kept_lens(self) -> list[int]:
-        """Tokens a head holds on average for every span, the new ones included: shorter once pages were dropped."""
-        return [self.manager.num_kept_tokens(span.slot) + span.num_tokens for span in self.spans]
+        """The same in tokens a head holds on average: shorter once pages were dropped."""
+        kept = {i: self.manager.num_kept_tokens(self.spans[i].slot) for i, _ in self.decode_tokens}
+        return [kept[i] + j + 1 for i, j in self.decode_tokens]
 
     @cached_property
     def max_pages(self) -> int:
-        return -(-max(self.seq_lens) // self.manager.config.page_size)
+        return -(-max(self.seq_lens, default=0) // self.manager.config.page_size)
 
     @cached_property
     def rows_are_batch(self) -> bool:
         """The input is plainly one token per row, in order: no gathering needed."""
-        return self.is_decode and all(span.row == i and span.start == 0 for i, span in enumerate(self.spans))
+        ordered = all(span.row == i and span.start == 0 for i, span in enumerate(self.spans))
+        return self.is_decode and ordered and len(self.decode_tokens) == len(self.spans)
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -62,50 +72,47 @@ class KVStep:
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens of one layer: `k [rows, H, length, k_dim]`, `v [rows, H, length, v_dim]`."""
         group = self.manager.group_for(layer, k, v, self.spans)
-        if self.is_decode:
-            self._write_decode(group, group.rows[layer], k, v)
-            return
-        for span, past in zip(self.spans, self.past_lens, strict=True):
-            self._write_span(group, group.rows[layer], span, past, k, v)
-
-    def _write_decode(self, group: StreamGroup, row: int, k: Tensor, v: Tensor) -> None:
-        rows = self._decode_rows(group)
-        if rows.shape[0] <= row:  # this layer joined its group during this step
-            self._write_rows.pop(id(group))
-            rows = self._decode_rows(group)
-        target = rows[row].reshape(-1)
-        k, v = self.pick(k), self.pick(v)  # [B, H, dim]
-        group.hot.fields["k"].flatten(0, 1).index_copy_(0, target, k.reshape(-1, k.shape[-1]))
-        group.hot.fields["v"].flatten(0, 1).index_copy_(0, target, v.reshape(-1, v.shape[-1]))
-
-    def _decode_rows(self, group: StreamGroup) -> Tensor:
-        """Where each layer's new tokens go in the hot pool, int64 `[layers, B, H]`; computed once per step."""
-        rows = self._write_rows.get(id(group))
-        if rows is None:
-            slots, seq_lens = self.index(group.geometry.device)
-            past = seq_lens - 1
-            ids = group.table[slots, :, :, past // group.page_size].long()[:, : len(group.rows)]
-            units = group.pages.fields["hot"][ids].long()
-            rows = units * group.page_size + (past % group.page_size).view(-1, 1, 1)
-            rows = self._write_rows[id(group)] = rows.transpose(0, 1)
-        return rows
-
-    def _write_span(self, group: StreamGroup, row: int, span: Span, past: int, k: Tensor, v: Tensor) -> None:
-        page_size = group.page_size
-        first, last = past // page_size, -(-(past + span.num_tokens) // page_size)
-        ids = group.table[span.slot, row, :, first:last].long()
-        units = group.pages.fields["hot"][ids].long()  # [H, pages]
-        position = torch.arange(past, past + span.num_tokens, device=ids.device)
-        target = (units[:, position // page_size - first] * page_size + position % page_size).reshape(-1)
-        columns = slice(span.start, span.start + span.num_tokens)
+        target = self._target(group, group.rows[layer])
         for name, new in (("k", k), ("v", v)):
-            tokens = new[span.row, :, columns].reshape(-1, new.shape[-1])
-            group.hot.fields[name].flatten(0, 1).index_copy_(0, target, tokens)
+            group.hot.fields[name].flatten(0, 1).index_copy_(0, target, self._tokens(new).flatten(0, 1))
+
+    def _target(self, group: StreamGroup, row: int) -> Tensor:
+        """Rows of the hot pool's tokens that the new ones of a layer go to, int64 `[N * H]`; computed once per step."""
+        targets = self._targets.get(id(group))
+        if targets is None or targets.shape[0] <= row:  # a layer may join its group during this step
+            device = group.geometry.device
+            slots = torch.tensor([s.slot for s in self.spans for _ in range(s.num_tokens)], device=device)
+            pasts = zip(self.past_lens, self.spans, strict=True)
+            position = torch.tensor([past + j for past, s in pasts for j in range(s.num_tokens)], device=device)
+            ids = group.table[slots, :, :, position // group.page_size].long()[:, : len(group.rows)]
+            units = group.pages.fields["hot"][ids].long()
+            rows = units * group.page_size + (position % group.page_size).view(-1, 1, 1)
+            targets = self._targets[id(group)] = rows.transpose(0, 1)
+        return targets[row].reshape(-1)
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """All new tokens of `x [rows, heads, length, dim]` in the order of the spans: `[N, heads, dim]`."""
+        if self.rows_are_batch:
+            return x[: len(self.spans), :, 0]
+        if self._is_packed and sum(span.num_tokens for span in self.spans) == x.shape[2]:
+            return x[0].transpose(0, 1)
+        rows, columns = self.places(x.device, all_tokens=True)
+        return x[rows, :, columns]
+
+    @cached_property
+    def _is_packed(self) -> bool:
+        """One row, filled by the spans in order."""
+        start = 0
+        for span in self.spans:
+            if span.row != 0 or span.start != start:
+                return False
+            start += span.num_tokens
+        return True
 
     # -- reading -----------------------------------------------------------------------------------------------
 
     def view(self, layer: int) -> KVView:
-        """All spans' sequences at this layer, the new tokens included."""
+        """The sequences of all decode tokens at this layer, the new tokens included."""
         group = self.manager._group_of[layer]
         slots, seq_lens = self.index(group.geometry.device)
         return group.layer_view(layer, slots, seq_lens, self.max_pages)
@@ -113,26 +120,37 @@ class KVStep:
     def span_view(self, layer: int, index: int) -> KVView:
         """The sequence of one span as it was before this step."""
         group = self.manager._group_of[layer]
-        slots, _ = self.index(group.geometry.device)
-        past = self.past_lens[index]
-        past_lens = torch.tensor([past], device=slots.device)
+        device, past = group.geometry.device, self.past_lens[index]
+        slots = torch.tensor([self.spans[index].slot], device=device)
         max_pages = -(-past // self.manager.config.page_size)
-        return group.layer_view(layer, slots[index : index + 1], past_lens, max_pages)
+        return group.layer_view(layer, slots, torch.tensor([past], device=device), max_pages)
 
     def index(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Slots and lengths of all spans, int64 `[B]` each."""
+        """Slots and lengths of all decode tokens, int64 `[B]` each."""
         if device not in self._index:
-            slots = torch.tensor([span.slot for span in self.spans], device=device)
+            slots = torch.tensor([self.spans[i].slot for i, _ in self.decode_tokens], device=device)
             self._index[device] = (slots, torch.tensor(self.seq_lens, device=device))
         return self._index[device]
 
+    def places(self, device: torch.device, all_tokens: bool = False) -> tuple[Tensor, Tensor]:
+        """Rows and columns in the input of the decode tokens, or of all new tokens, int64 `[B]` each."""
+        key = (device, all_tokens)
+        if key not in self._places:
+            spans = self.spans
+            every = [(i, j) for i, span in enumerate(spans) for j in range(span.num_tokens)] if all_tokens else None
+            tokens = every if every is not None else self.decode_tokens
+            rows = torch.tensor([spans[i].row for i, _ in tokens], device=device)
+            self._places[key] = (rows, torch.tensor([spans[i].start + j for i, j in tokens], device=device))
+        return self._places[key]
+
     def pick(self, x: Tensor) -> Tensor:
-        """The one new token of every span from `x [rows, heads, length, dim]`: `[B, heads, dim]`."""
+        """The decode tokens of `x [rows, heads, length, dim]`: `[B, heads, dim]`."""
         if self.rows_are_batch:
-            return x[:, :, 0]
-        rows = torch.tensor([span.row for span in self.spans], device=x.device)
-        starts = torch.tensor([span.start for span in self.spans], device=x.device)
-        return x[rows, :, starts]
+            return x[: len(self.spans), :, 0]
+        if self.is_decode:
+            return self._tokens(x)
+        rows, columns = self.places(x.device)
+        return x[rows, :, columns]
 
     # -- observing ---------------------------------------------------------------------------------------------
 
@@ -165,7 +183,7 @@ class KVStep:
         is_read = pages >= 0
         manager.attended_tokens += float(is_read.sum(-1).float().mean()) * page_size
         manager.attended_samples += 1
-        ranges = [manager.sequences[span.slot].demoted for span in self.spans]
+        ranges = [manager.sequences[self.spans[i].slot].demoted for i, _ in self.decode_tokens]
         if any(ranges):
             first = torch.tensor([r.start for r in ranges], device=pages.device).view(-1, 1, 1)
             stop = torch.tensor([r.stop for r in ranges], device=pages.device).view(-1, 1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gsm.attention import DecodeAttention, make_attention, prefill_attention, prefill_page_mass
-from gsm.config import CacheConfig
+from gsm.config import CacheConfig, SparseConfig
 from gsm.core.view import AttentionSpec, Selection
 from gsm.kv.step import KVStep
 
@@ -19,49 +20,63 @@ if TYPE_CHECKING:
 
 
 class AttentionStep:
-    """Joins a `KVStep` with a decode back end. Lives as long as one forward pass."""
+    """Joins a `KVStep` with a decode back end. Lives as long as one forward pass.
 
-    def __init__(self, kv: KVStep, config: CacheConfig) -> None:
+    `sparse` has the sparse settings of every span where they differ from the config's.
+    """
+
+    def __init__(self, kv: KVStep, config: CacheConfig, sparse: Sequence[SparseConfig] | None = None) -> None:
         self.kv = kv
         self.config = config
-        self.selection = self._selection() if kv.is_decode and config.sparse.enabled else None
+        self.selection = self._selection(sparse)
         self._backends: dict[torch.device, DecodeAttention] = {}
 
     def attend(self, layer: int, query: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """`query [rows, num_query_heads, length, k_dim]`, new `k`, `v` -> `[rows, length, num_query_heads, v_dim]`."""
-        if self.kv.is_decode:
-            return self._decode(layer, query, spec)
+        kv = self.kv
+        if kv.is_decode and kv.rows_are_batch and len(kv.spans) == query.shape[0]:
+            return self._decode(layer, query, spec).unsqueeze(1)
         out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], v.shape[-1])
-        for index, span in enumerate(self.kv.spans):
-            columns = slice(span.start, span.start + span.num_tokens)
-            history = self.kv.span_view(layer, index) if self.kv.past_lens[index] else None
-            q, new_k, new_v = (x[span.row, :, columns] for x in (query, k, v))
-            out[span.row, columns] = prefill_attention(q, new_k, new_v, history, spec).transpose(0, 1)
-            if self.kv.needs_mass:
-                observed = self.kv.observed_queries(index)
-                mass = prefill_page_mass(q, new_k, history, spec, *observed, page_size=self.config.page_size)
-                self.kv.observe_span(layer, index, mass)
+        if kv.decode_tokens:
+            out[kv.places(query.device)] = self._decode(layer, query, spec)
+        for index in kv.long_spans:
+            self._attend_span(index, out, layer, query, k, v, spec)
         return out
 
+    def _attend_span(
+        self, index: int, out: Tensor, layer: int, query: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    ) -> None:
+        span = self.kv.spans[index]
+        columns = slice(span.start, span.start + span.num_tokens)
+        history = self.kv.span_view(layer, index) if self.kv.past_lens[index] else None
+        q, new_k, new_v = (x[span.row, :, columns] for x in (query, k, v))
+        out[span.row, columns] = prefill_attention(q, new_k, new_v, history, spec).transpose(0, 1)
+        if self.kv.needs_mass:
+            observed = self.kv.observed_queries(index)
+            mass = prefill_page_mass(q, new_k, history, spec, *observed, page_size=self.config.page_size)
+            self.kv.observe_span(layer, index, mass)
+
     def _decode(self, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
+        """All decode tokens of the step in one call: `[B, num_query_heads, v_dim]`."""
         view = self.kv.view(layer)
         result = self._backend(query.device).decode(self.kv.pick(query), view, spec, self.selection)
         if layer == 0:
             self.kv.count_read(result.pages)
         if self.kv.needs_mass:
             self.kv.observe(layer, result.pages, result.mass)
-        if self.kv.rows_are_batch and len(self.kv.spans) == query.shape[0]:
-            return result.out.unsqueeze(1)
-        out = query.new_zeros(query.shape[0], query.shape[2], *result.out.shape[1:])
-        for index, span in enumerate(self.kv.spans):
-            out[span.row, span.start] = result.out[index]
-        return out
+        return result.out
 
-    def _selection(self) -> Selection | None:
-        """The pages each sequence may read, or None when every budget covers everything."""
+    def _selection(self, sparse: Sequence[SparseConfig] | None) -> Selection | None:
+        """The pages each decode token may read, or None when every budget covers everything."""
         c = self.config
+        settings = [sparse[i] if sparse is not None else c.sparse for i, _ in self.kv.decode_tokens]
+        if not any(s.enabled for s in settings):
+            return None
         smallest = c.num_sink_pages + c.num_recent_pages + 1
-        budgets = [max(smallest, c.sparse.budget_for(length) // c.page_size) for length in self.kv.kept_lens]
+        budgets = []
+        for s, kept, length in zip(settings, self.kv.kept_lens, self.kv.seq_lens, strict=True):
+            everything = -(-length // c.page_size)
+            budgets.append(max(smallest, s.budget_for(kept) // c.page_size) if s.enabled else everything)
         if all(budget * c.page_size >= length for budget, length in zip(budgets, self.kv.seq_lens, strict=True)):
             return None
         return Selection(c.num_sink_pages, c.recent_tokens, tuple(budgets))

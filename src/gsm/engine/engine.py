@@ -1,0 +1,333 @@
+"""Continuous batching: every step decodes everyone who decodes and computes chunks of prompts beside them.
+
+Not thread-safe: one thread owns an engine. Between two steps requests may be added and cancelled at any point of their
+life. State lives in the scheduler's queues, in each `Sequence`, in the KV manager and the smoothing windows; the rest
+is frozen or pure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+from gsm.config import GsmConfig, SparseConfig, fingerprint
+from gsm.config.load import ConfigLike, load_config
+from gsm.engine.collect import Collector
+from gsm.engine.detokenize import Detokenizer
+from gsm.engine.params import SamplingParams
+from gsm.engine.prefixes import make_prefix_index
+from gsm.engine.request import FinishReason, Request, Sequence, TokenEvent, Work
+from gsm.engine.runner import Runner
+from gsm.engine.sampler import SamplerState
+from gsm.engine.scheduler import Scheduler
+from gsm.engine.speculate import PromptLookup
+from gsm.engine.stats import EngineStats
+from gsm.engine.windows import Windows
+from gsm.errors import EngineError, InputError, OutOfPages, QueueFull
+from gsm.integrations.transformers import attach
+from gsm.kv.room import KVRoom
+from gsm.models import LoadedModel
+from gsm.smoothing.window import WindowSmoothing
+
+_PAGES_PER_EVICTION = 8
+
+
+class Engine:
+    """Serves many requests on one model. Use as a context manager: the model is attached until `close`.
+
+    `window` is the run-time smoothing in force on the model, if any (`gsm.smoothing.apply(...).window`);
+    `prefix_dir` keeps prefix pages across restarts. Raises ConfigError, UnsupportedModel or AttachError.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: ConfigLike = None,
+        *,
+        window: WindowSmoothing | None = None,
+        prefix_dir: str | Path | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.config: GsmConfig = load_config(config)
+        self.epoch = 0
+        self.stats = EngineStats()
+        self.windows = Windows(window)
+        self.max_context = loaded.arch.max_position_embeddings or 1 << 30
+        self.eos_ids = _eos_ids(loaded)
+        self._attached = ExitStack()
+        self._attached.enter_context(attach(loaded.model, self.config))
+        limits = self.config.engine
+        self.runner = Runner(loaded, self.config, self.windows)
+        self.manager = self.runner.cache.limit(limits.kv_pages)
+        max_bytes = int(limits.kv_memory_mib * 2**20) if limits.kv_memory_mib is not None else None
+        self.room = KVRoom(self.manager, max_bytes, limits.chunk_tokens)
+        self._warm_up()
+        self.prefix = make_prefix_index(self, window is not None, prefix_dir)
+        self.scheduler = Scheduler(limits, self.room, self._admit, self._preempt, self._make_room)
+        self.collector = Collector(self)
+        self.requests: dict[str, Request] = {}
+        self._events: list[TokenEvent] = []  # of cancelled and expired requests
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop every request, write prefix pages to disk, and give the model back as it was."""
+        self.abort_all("the engine was closed")
+        if self.prefix is not None:
+            while self.prefix.save_some(64):
+                pass
+        self._attached.close()
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams | None = None,
+        *,
+        sparse: SparseConfig | None = None,
+        tenant: str = "",
+        salt: str = "",
+    ) -> Request:
+        """Queue a request. It keeps the config (and `sparse`, its own decode settings) of this moment.
+
+        Raises QueueFull, or InputError when it can never be served.
+        """
+        sampling = sampling or SamplingParams()
+        if len(self.scheduler.waiting) >= self.config.engine.max_waiting:
+            raise QueueFull(f"{len(self.scheduler.waiting)} requests are waiting already; try again later")
+        self._check(request_id, prompt_ids, sampling)
+        request = Request(
+            request_id,
+            prompt_ids,
+            sampling,
+            self.config,
+            sparse if sparse is not None else self.config.cache.sparse,
+            self.epoch,
+            tenant,
+            salt,
+            time.monotonic() + self.config.engine.queue_timeout_s,
+        )
+        request.sequences = [self._sequence(request, index) for index in range(sampling.n)]
+        self.requests[request_id] = request
+        self.scheduler.waiting.append(request.leader)
+        return request
+
+    def cancel(self, request_id: str, reason: FinishReason = "abort", error: str | None = None) -> None:
+        """End a request now, wherever it is; its pages are free when this returns. Unknown ids are ignored."""
+        request = self.requests.get(request_id)
+        for sequence in request.sequences if request is not None else ():
+            if sequence.finish_reason is None:
+                self.finish(sequence, reason)
+                self._events.append(TokenEvent(request_id, sequence.index, [], "", finish_reason=reason, error=error))
+
+    def abort_all(self, error: str) -> None:
+        for request_id in list(self.requests):
+            self.cancel(request_id, "error", error)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or len(self.scheduler.waiting) or self._events)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV memory in use, prefix pages that nobody needs included."""
+        if self.room.max_bytes is not None:
+            return self.room.used_bytes / self.room.max_bytes
+        most = self.manager.max_pages
+        used = max((g.pages.num_used / max(1, g.streams_per_slot) for g in self.manager.groups), default=0.0)
+        return used / most if most else 0.0
+
+    def longest_answer(self, num_prompt_tokens: int) -> int:
+        """Tokens that can still be generated after a prompt: bounded by the model's window and the KV memory."""
+        capacity = self.room.capacity_tokens
+        most = min(self.max_context, capacity) if capacity is not None else self.max_context
+        return most - num_prompt_tokens
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[TokenEvent]:
+        """Schedule, run, commit, collect: one token for everyone who decodes, chunks of prompts beside them.
+
+        A failure of the model ends the requests of the step, not the engine; three in a row raise EngineError.
+        """
+        self._expire()
+        works = self.scheduler.schedule()
+        if works:
+            began_s = time.perf_counter()
+            try:
+                logits = self.runner.run(works)
+            except Exception as error:  # foreign code: whatever a model may raise ends these requests only
+                self._fail(works, error)
+            else:
+                self.stats.note_step(works, time.perf_counter() - began_s)
+                self._commit(works, logits)
+        events, self._events = self._events, []
+        return events
+
+    def _commit(self, works: list[Work], logits: list[Tensor]) -> None:
+        self.stats.failures_in_a_row = 0
+        sampling = [work for work in works if work.samples]
+        for work in works:
+            work.sequence.num_computed += work.num_tokens
+            self._index_pages(work.sequence)
+        self._events += self.collector.collect(sampling, logits)
+
+    def _fail(self, works: list[Work], error: Exception) -> None:
+        if isinstance(error, OutOfPages) and len(self.scheduler.running) > 1:
+            self._preempt(self.scheduler.running.pop())  # memory ended before our own limit did
+            return
+        for work in works:
+            self.cancel(work.sequence.request.request_id, "error", f"{type(error).__name__}: {error}")
+        self.stats.failures_in_a_row += 1
+        if self.stats.failures_in_a_row >= 3:
+            raise EngineError(f"three steps in a row failed, the last with {type(error).__name__}: {error}") from error
+
+    # -- life of a sequence ------------------------------------------------------------------------------------
+
+    def _admit(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if self.prefix is not None:
+            chain = self.prefix.chain(request.salt, sequence.num_prompt_tokens, self._decode_settings(request))
+            sequence.chain = chain
+            sequence.slot, sequence.num_computed = self.prefix.match(chain, sequence.token_ids)
+            sequence.num_indexed_pages = len(chain.names)
+        else:
+            sequence.slot, sequence.num_computed = self.manager.add_sequence(), 0
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = time.monotonic()
+            request.num_cached_tokens = sequence.num_computed
+            self.stats.note_admission(request)
+
+    def fork(self, leader: Sequence) -> Iterable[Sequence]:
+        """The other choices begin where the first one has computed the prompt."""
+        for sequence in leader.request.sequences[1:]:
+            assert leader.slot is not None
+            sequence.slot = self.manager.fork(leader.slot)
+            sequence.num_computed = leader.num_computed
+            sequence.num_indexed_pages = leader.num_indexed_pages
+            if leader.chain is not None:
+                sequence.chain = leader.chain.fork()
+            self.windows.fork(leader, sequence)
+            self.scheduler.running.append(sequence)
+            yield sequence
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """The sequence is over: its pages are free, but for those the prefix index keeps."""
+        sequence.finish_reason = reason
+        if sequence.slot is not None:
+            self.scheduler.running.remove(sequence)
+            self._release(sequence)
+        elif sequence in self.scheduler.waiting:
+            self.scheduler.waiting.remove(sequence)
+        if sequence.request.is_finished:
+            del self.requests[sequence.request.request_id]
+            self.stats.note_end(sequence.request)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a (no longer running) sequence's pages; it waits and computes them anew."""
+        self._release(sequence)
+        sequence.num_computed = 0
+        sequence.request.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self.scheduler.waiting.put_back(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self.manager.free(sequence.slot)
+        self.windows.release(sequence)
+        sequence.slot, sequence.chain = None, None
+
+    def _index_pages(self, sequence: Sequence) -> None:
+        """Offer completed pages to the prefix index."""
+        if self.prefix is None or sequence.chain is None or sequence.slot is None:
+            return
+        num_complete = self.manager.sequences[sequence.slot].num_complete
+        if num_complete > sequence.num_indexed_pages:
+            first, sequence.num_indexed_pages = sequence.num_indexed_pages, num_complete
+            self.prefix.insert(sequence.chain, sequence.slot, sequence.token_ids, first, num_complete)
+
+    def _make_room(self) -> bool:
+        """Give cached pages back; False when there are none that nobody uses."""
+        if self.prefix is None:
+            return False
+        return sum(self.prefix.evict() for _ in range(_PAGES_PER_EVICTION)) > 0
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [s.request for s in self.scheduler.waiting if s.request.first_scheduled_s is None]
+        for request in late:
+            if request.deadline_s is not None and now > request.deadline_s:
+                limit = self.config.engine.queue_timeout_s
+                self.cancel(request.request_id, "timeout", f"the request waited longer than {limit:g} s; try again")
+
+    # -- small things ------------------------------------------------------------------------------------------
+
+    def _decode_settings(self, request: Request) -> str:
+        """What names pages whose keys were computed while decoding: nothing where that is what a prompt computes."""
+        return "" if request.recomputes_in_bulk else fingerprint(request.sparse)
+
+    def _sequence(self, request: Request, index: int) -> Sequence:
+        sampling = request.sampling
+        text = Detokenizer(self.loaded.tokenizer, request.prompt_ids, sampling.stop, sampling.skip_special_tokens)
+        state = SamplerState(sampling, self.eos_ids, request.prompt_ids, index)
+        sequence = Sequence(request, index, text, state, list(request.prompt_ids))
+        draft_tokens = self.config.engine.draft_tokens
+        if draft_tokens and sampling.is_greedy and not sampling.changes_logits and not self.manager.needs_mass:
+            sequence.lookup = PromptLookup(draft_tokens)
+        return sequence
+
+    def _check(self, request_id: str, prompt_ids: list[int], sampling: SamplingParams) -> None:
+        if request_id in self.requests:
+            raise InputError(f"request id {request_id!r} is in use; choose another")
+        if not prompt_ids:
+            raise InputError("the prompt is empty; give at least one token")
+        vocab = self.loaded.arch.vocab_size
+        wrong = next((i for i in prompt_ids if not 0 <= i < vocab), None)
+        if wrong is not None:
+            raise InputError(f"token id {wrong} is outside the model's vocabulary of {vocab}")
+        wanted = len(prompt_ids) + sampling.max_tokens
+        if wanted > self.max_context:
+            raise InputError(
+                f"the prompt has {len(prompt_ids)} tokens and max_tokens is {sampling.max_tokens}, together more than "
+                f"the model's {self.max_context}; shorten the prompt or lower max_tokens"
+            )
+        if sampling.n > self.config.engine.max_running:
+            raise InputError(f"n is {sampling.n} but at most {self.config.engine.max_running} choices run at a time")
+        if not self.room.fits_empty(wanted):
+            raise InputError(
+                f"prompt and answer need {wanted} tokens but the KV memory holds {self.room.capacity_tokens}; shorten "
+                "the prompt, lower max_tokens, or raise engine.kv_memory_mib"
+            )
+
+    def _warm_up(self) -> None:
+        """A prompt and a decode step: shapes of pages are known and kernels compiled before the first request."""
+        request = Request("warm-up", [0] * 3, SamplingParams(), self.config, self.config.cache.sparse)
+        sequence = self._sequence(request, 0)
+        sequence.slot = self.manager.add_sequence()
+        try:
+            for num_tokens in (2, 1):
+                self.runner.run([Work(sequence, num_tokens)])
+                sequence.num_computed += num_tokens
+        finally:
+            self._release(sequence)
+
+
+def _eos_ids(loaded: LoadedModel) -> frozenset[int]:
+    """Every token that ends an answer, by the model's generation config and its tokenizer."""
+    generation = loaded.model.generation_config
+    found = generation.eos_token_id if generation is not None else None
+    ids = found if isinstance(found, list) else [found]
+    return frozenset(i for i in [*ids, loaded.tokenizer.eos_token_id] if isinstance(i, int))

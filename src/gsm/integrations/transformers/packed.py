@@ -1,0 +1,48 @@
+"""Tokens of many sequences in one row of an unmodified model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gsm.config import GsmConfig, SparseConfig
+from gsm.core.batch import Span
+from gsm.errors import UnsupportedModel
+from gsm.integrations.transformers.cache import Cache
+from gsm.integrations.transformers.step import AttentionStep
+from gsm.kv.manager import KVManager
+
+
+class PackedCache(Cache):
+    """Says which sequences the next call's tokens belong to; the sequences are the caller's, not the cache's.
+
+    Call `plan`, then the model with `position_ids` and this cache inside `gsm.attach`. A call without a plan has no
+    sequences to work on and is refused by the attention step.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: GsmConfig) -> None:
+        super().__init__(model, config)
+        if self.layers:
+            raise UnsupportedModel(
+                f"{self.arch.model_type}: some layers keep a recurrent state, which one row of several sequences "
+                "cannot carry; use gsm.attach and model.generate for this model"
+            )
+        self._spans: tuple[Span, ...] = ()
+        self._sparse: tuple[SparseConfig, ...] = ()
+
+    def limit(self, max_pages: int | None) -> KVManager:
+        """Never use more than that many pages of each layer and head; returns the manager."""
+        self.manager.max_pages = max_pages
+        return self.manager
+
+    def plan(self, spans: Sequence[Span], sparse: Sequence[SparseConfig]) -> None:
+        """The next call holds `spans`, each with its own sparse settings."""
+        self._spans, self._sparse = tuple(spans), tuple(sparse)
+        # what a model without position_ids derives its positions from: right for one span, unused for several
+        self.num_columns = self.manager.num_tokens(spans[0].slot) if len(spans) == 1 else 0
+
+    def begin(self, rows: int, columns: int, mask: Tensor | None) -> AttentionStep:
+        self.step = AttentionStep(self.manager.begin(self._spans), self.gsm_config.cache, self._sparse)
+        return self.step
