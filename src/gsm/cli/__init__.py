@@ -11,6 +11,7 @@ import click
 COMMANDS = {
     "bench": "Speed, memory and quality of several arms, side by side.",
     "calibrate": "Find where a model's activations have heavy tails, on real text.",
+    "convert": "Change a model's attention (fewer kv heads) and say what it cost.",
     "demo": "See on a real model, in minutes, what GSM does.",
     "diagnose": "Name the cause of a trouble, from result files or from a run.",
     "doctor": "Check software, devices and a model; every problem comes with its remedy.",
