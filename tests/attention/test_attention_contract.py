@@ -224,3 +224,18 @@ def test_random_cases(kernel: DecodeAttention, seed: int) -> None:
     check(kernel, case, SPEC)
     budgets = [pick(2, 3, 5, 9) + 8 // page_size + 1 for _ in case.tokens]
     check(kernel, case, SPEC, selection_for(case, *budgets))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads_gives_the_same_result(threads: int, sparse: bool) -> None:
+    case = make_case((700, 33), num_kv_heads=3)
+    selection = selection_for(case, 8, 8) if sparse else None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(5):  # races would show now and then
+            case.view.scratch.clear()
+            check(make_attention("numba", torch.device("cpu")), case, SPEC, selection)
+    finally:
+        torch.set_num_threads(before)

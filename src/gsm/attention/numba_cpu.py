@@ -1,18 +1,21 @@
-"""Decode attention on CPU: one compiled call per layer that reads pages in place (`numba_kernels`)."""
+"""Decode attention on CPU: compiled code that reads pages in place (`numba_kernels`), on torch's own threads."""
 
 from __future__ import annotations
 
+import math
+import threading
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gsm.attention import numba_kernels as kernels
 from gsm.attention.base import DecodeAttention, DecodeResult, check_query
 from gsm.attention.torch_ops import TorchAttention
-from gsm.core.view import AttentionSpec, KVView, Selection
+from gsm.core.codec import Fields
+from gsm.core.team import run_team
+from gsm.core.view import SUMMARY_FIELDS, AttentionSpec, KVView, Selection
 
 _MODES = {"anchor": kernels.ANCHOR, "mean_sigma": kernels.MEAN_SIGMA, "minmax": kernels.MINMAX}
 _CODECS = {"none": kernels.NONE, "int8": kernels.INT8, "int4": kernels.INT4}
@@ -25,99 +28,143 @@ class NumbaAttention(DecodeAttention):
 
     def __init__(self) -> None:
         self._general = TorchAttention()
+        # the compiler takes half a minute on a new machine: let it run beside the prompt
+        threading.Thread(target=kernels.entry_point, daemon=True).start()
 
     @staticmethod
     def serves(view: KVView, spec: AttentionSpec) -> bool:
-        """float32 and bfloat16 pages without windows, soft-caps, sink logits or gaps."""
-        plain = spec.window is None and spec.softcap is None and spec.sink_logits is None and not view.has_skips
-        plain = plain and view.cold is None
+        """float32 and bfloat16 pages without windows, soft-caps, sink logits or gaps, K and V stored."""
+        plain = spec.most_visible is None and spec.softcap is None and spec.sink_logits is None
+        plain = plain and spec.value_dims is None and not view.has_skips and view.cold is None
         return plain and view.hot["k"].dtype in (torch.float32, torch.bfloat16) and view.scorer.name in _MODES
 
     def decode(self, query: Tensor, view: KVView, spec: AttentionSpec, selection: Selection | None) -> DecodeResult:
-        if not self.serves(view, spec):
-            return self._general.decode(query, view, spec, selection)
-        check_query(query, view)
-        batch, num_kv_heads = query.shape[0], view.table.shape[1]
-        budgets, mode, num_sinks, recent = self._plan(view, selection, batch)
-        width = min(int(budgets.max()), view.max_pages)
-        out = torch.empty(batch, query.shape[1], view.hot["v"].shape[-1])
-        pages = torch.empty(batch, num_kv_heads, width, dtype=torch.long)
-        mass = torch.empty(batch, num_kv_heads, width)
-        scaled = (query.float() * spec.scale).contiguous()
-        kernels.decode(  # type: ignore[call-arg]
-            scaled.numpy(),
-            view.table.numpy(),
-            view.slots.numpy(),
-            view.seq_lens.numpy(),
-            *self._arrays(view),
-            mode,
-            np.float32(view.scorer.sigma),
-            num_sinks,
-            recent,
-            budgets,
-            self._num_chunks(batch * num_kv_heads, width),
-            out.numpy(),
-            pages.numpy(),
-            mass.numpy(),
+        plan = view.scratch.get("numba_plan")
+        if plan is None or not plan.fits(query, view, selection, spec) or view.cold is not None or view.has_skips:
+            if not self.serves(view, spec):
+                return self._general.decode(query, view, spec, selection)
+            plan = view.scratch["numba_plan"] = _Plan(view, selection, spec, check_query(query, view))
+        result: DecodeResult = plan.run(query, view.table)
+        return result
+
+
+class _Plan:
+    """The arguments of one decode step. Layers differ in their table, query and result only.
+
+    Converting and describing forty arrays for every layer would cost as much as the kernel.
+    """
+
+    def __init__(self, view: KVView, selection: Selection | None, spec: AttentionSpec, group: int) -> None:
+        # kept, so that `fits` may compare identities
+        self.seq_lens, self.slots, self.selection, self.spec = view.seq_lens, view.slots, selection, spec
+        self.records, self.hot = view.records["hot"], view.hot["k"]
+        self.warm = view.warm["k"] if view.warm is not None else None
+        batch, num_kv_heads = len(view.slots), view.table.shape[1]
+        budgets = [view.max_pages] * batch if selection is None else list(selection.budget_pages)
+        width = min(max(budgets), view.max_pages)
+        self.budgets = torch.tensor(budgets)
+        num_chunks = _num_chunks(batch * num_kv_heads)
+        self.block = np.zeros(1, kernels.ARGUMENTS)
+        self._set(
+            batch=batch,
+            num_kv_heads=num_kv_heads,
+            group=group,
+            page_size=view.page_size,
+            max_pages=view.max_pages,
+            width=width,
+            num_chunks=num_chunks,
+            mode=_MODES[view.scorer.name] if selection is not None else kernels.ALL,
+            num_sinks=selection.num_sink_pages if selection is not None else 0,
+            recent_tokens=selection.recent_tokens if selection is not None else 0,
+            sigma=view.scorer.sigma,
+            slots=self.slots.data_ptr(),
+            seq_lens=self.seq_lens.data_ptr(),
+            budgets=self.budgets.data_ptr(),
+            table_slot_stride=view.table.stride(0),
+            table_head_stride=view.table.stride(1),
+            **_addresses(view),
+            scale=spec.scale,
+            **_warm_sizes(view),
+            is_bfloat16=view.hot["k"].dtype == torch.bfloat16,
+            k_dim=view.hot["k"].shape[-1],
+            v_dim=view.hot["v"].shape[-1],
         )
+        self._make_room(batch * num_kv_heads, group, num_chunks, width)
+        self.query_shape = torch.Size((batch, num_kv_heads * group, view.hot["k"].shape[-1]))
+        self.shapes = (batch, num_kv_heads * group, view.hot["v"].shape[-1]), (batch, num_kv_heads, width)
+        self.function = kernels.entry_point().address
+        self.block_address = self.block.ctypes.data
+        self._of_layer = [self.block[name] for name in ("table", "query", "out", "pages", "mass")]
+
+    def fits(self, query: Tensor, view: KVView, selection: Selection | None, spec: AttentionSpec) -> bool:
+        """Whether this is another layer of the same step, over the same pools (a pool that grows has new tensors)."""
+        same = self.seq_lens is view.seq_lens and self.slots is view.slots and self.selection is selection
+        same = same and self.records is view.records["hot"] and self.hot is view.hot["k"] and self.spec == spec
+        same = same and query.shape == self.query_shape
+        return same and (view.warm is None or self.warm is view.warm["k"])
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            self.block[name] = value
+
+    def _make_room(self, num_streams: int, group: int, num_chunks: int, width: int) -> None:
+        v_dim, max_pages = (int(self.block[name][0]) for name in ("v_dim", "max_pages"))
+        items = num_streams * num_chunks
+        self.start = np.array([0] + [num_chunks] * 2 * num_streams, np.int64)
+        self.counters = self.start.copy()
+        scores = num_streams * 2 * group * max_pages if self.selection is not None else 1
+        floats = {"scores": scores, "partial": items * group * v_dim, "state": items * group * 2}
+        floats["sums"] = num_streams * group * width
+        self.work = {name: torch.empty(size) for name, size in floats.items()}
+        self.work["counts"] = torch.empty(num_streams, dtype=torch.long)
+        self._set(counters=self.counters.ctypes.data, **{name: x.data_ptr() for name, x in self.work.items()})
+
+    def run(self, query: Tensor, table: Tensor) -> DecodeResult:
+        """One layer: `query [B, Hq, k_dim]`, `table` of the layer."""
+        heads = query.float().contiguous()
+        out = torch.empty(self.shapes[0])
+        pages = torch.empty(self.shapes[1], dtype=torch.long)
+        mass = torch.empty(self.shapes[1])
+        for field, tensor in zip(self._of_layer, (table, heads, out, pages, mass), strict=True):
+            field[0] = tensor.data_ptr()
+        self.counters[:] = self.start
+        run_team(self.function, self.block_address)
         return DecodeResult(out.to(query.dtype), pages, mass)
 
-    @staticmethod
-    def _plan(view: KVView, selection: Selection | None, batch: int) -> tuple[NDArray[np.int64], int, int, int]:
-        if selection is None:
-            return np.full(batch, view.max_pages, np.int64), kernels.ALL, 0, 0
-        budgets = np.array(selection.budget_pages, np.int64)
-        return budgets, _MODES[view.scorer.name], selection.num_sink_pages, selection.recent_tokens
 
-    @staticmethod
-    def _num_chunks(num_streams: int, width: int) -> int:
-        threads = torch.get_num_threads()
-        if num_streams % threads == 0:
-            return 1
-        return threads if num_streams < 4 * threads else 1
-
-    @staticmethod
-    def _arrays(view: KVView) -> tuple[Any, ...]:
-        """The pools as numpy arrays; converting twenty tensors on every call would cost as much as the kernel."""
-        warm_k = view.warm["k"].data_ptr() if view.warm is not None else 0
-        key = (view.records["hot"].data_ptr(), view.hot["k"].data_ptr(), warm_k)
-        if view.scratch.get("numba_key") != key:
-            view.scratch.update(numba_key=key, numba_arrays=_as_arrays(view))
-        arrays: tuple[Any, ...] = view.scratch["numba_arrays"]
-        return arrays
+def _num_chunks(num_streams: int) -> int:
+    """Pieces of a head's pages, so that every thread has work: a model may have three kv heads, a machine two cores."""
+    threads = torch.get_num_threads()
+    if num_streams % threads == 0:
+        return 1
+    return threads if num_streams < 4 * threads else 1
 
 
-def _as_arrays(view: KVView) -> tuple[Any, ...]:
-    records = view.records
-    summaries = [records["center"].numpy(), _bits(records["center_scale"]), records["detail"].numpy()]
-    summaries += [_bits(records["detail_scale"]), _bits(records["radius"])]
-    hot = view.hot["k"], view.hot["v"]
-    is_bfloat16 = hot[0].dtype == torch.bfloat16
-    hot_arrays = [_bits(x) if is_bfloat16 else x.numpy() for x in hot]
-    warm = _warm_arrays(view)
-    return (records["hot"].numpy(), records["warm"].numpy(), *summaries, *hot_arrays, is_bfloat16, *warm)
+def _addresses(view: KVView) -> dict[str, int]:
+    """Where records and pools lie."""
+    records, warm = view.records, view.warm if view.warm is not None else {}
+    found = {name: records[name].data_ptr() for name in SUMMARY_FIELDS}
+    found |= {"hot_row": records["hot"].data_ptr(), "warm_row": records["warm"].data_ptr()}
+    found |= {f"hot_{name}": view.hot[name].data_ptr() for name in ("k", "v")}
+    found |= {f"warm_{name}": warm[name].data_ptr() for name in ("k", "v") if name in warm}
+    names = ("k_scale", "k_offset", "v_scale", "v_offset")
+    return found | {name: warm[name].data_ptr() for name in names if name in warm}
 
 
-def _warm_arrays(view: KVView) -> tuple[Any, ...]:
-    """Codec number, codes, scales and offsets in one layout for every codec, so that the kernel compiles once."""
-    codes, flat, per_token = np.zeros((1, 1, 1), np.int8), np.zeros((1, 1), np.uint16), np.zeros((1, 1, 1), np.uint16)
-    codec = _CODECS[view.codec.name]
+def _warm_sizes(view: KVView) -> dict[str, int]:
+    """Codec number and the shape of a warm page's codes and scales."""
     warm = view.warm
     if warm is None:
-        return codec, codes, codes, flat, flat, per_token, per_token
-    k, v = (warm[name].view(torch.int8).numpy() for name in ("k", "v"))
-    if codec == kernels.INT8:
-        return (
-            codec,
-            k,
-            v,
-            _bits(warm["k_scale"]),
-            flat,
-            _bits(warm["v_scale"]).reshape(*warm["v_scale"].shape, 1),
-            per_token,
-        )
-    return codec, k, v, *(_bits(warm[name]) for name in ("k_scale", "k_offset", "v_scale", "v_offset"))
+        return {"codec": kernels.NONE}
+    return {
+        "codec": _CODECS[view.codec.name],
+        "k_bytes": warm["k"].shape[-1],
+        "v_bytes": warm["v"].shape[-1],
+        "k_scales": _per_page(warm, "k_scale"),
+        "v_scales": _per_page(warm, "v_scale"),
+        "v_groups": warm["v_scale"].shape[-1],
+    }
 
 
-def _bits(x: Tensor) -> NDArray[np.uint16]:
-    return x.view(torch.int16).numpy().view(np.uint16)
+def _per_page(fields: Fields, name: str) -> int:
+    return math.prod(fields[name].shape[1:])

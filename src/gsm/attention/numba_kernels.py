@@ -5,7 +5,9 @@ miss otherwise, and the first request would wait for the compiler. Float16 and b
 because numba has neither type on a CPU.
 
 Work items are (sequence, kv head, chunk of pages). A softmax is split over the chunks of a head and joined at the
-end, so that two threads are busy although a model has an odd number of kv heads.
+end, so that two threads are busy although a model has an odd number of kv heads. All threads of a team enter the same
+function with the same `ARGUMENTS` and take items from a shared counter: a thread that the system holds up holds up
+nobody else, and whoever finishes a head's last chunk joins it.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # ruff: noqa: C901
@@ -13,9 +15,13 @@ end, so that two threads are busy although a model has an odd number of kv heads
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numba
 import numpy as np
+from numba import carray, types
+
+from gsm.core.team import add_to, pointer, prefetch
 
 # How pages are chosen, and how warm pages are stored: plain integers, as numba wants them.
 ALL, ANCHOR, MEAN_SIGMA, MINMAX = 0, 1, 2, 3
@@ -25,7 +31,18 @@ LOWEST = np.float32(-1e30)  # stands for -inf, which fastmath may not meet
 # fastmath without the flags that assume that NaN and infinity do not occur
 _FAST = {"reassoc", "nsz", "arcp", "contract", "afn"}
 _helper = numba.njit(fastmath=_FAST, cache=True, nogil=True, error_model="numpy")
-_parallel = numba.njit(parallel=True, fastmath=_FAST, cache=True, nogil=True, error_model="numpy")
+
+# What a call is told, as one record: sizes, flags and the addresses of arrays (shapes in the comments).
+_SIZES = ("batch", "num_kv_heads", "group", "k_dim", "v_dim", "page_size", "max_pages", "width", "num_chunks")
+_FLAGS = ("mode", "num_sinks", "recent_tokens", "codec", "is_bfloat16")
+_CODES = ("k_bytes", "v_bytes", "k_scales", "v_scales", "v_groups")  # per warm page: rows of `warm_*`, `*_scale`
+_INDEX = ("slots", "seq_lens", "budgets", "table", "table_slot_stride", "table_head_stride")  # int64 [B], int32 table
+_RECORDS = ("hot_row", "warm_row", "center", "center_scale", "detail", "detail_scale", "radius")  # [records, ...]
+_POOLS = ("hot_k", "hot_v", "warm_k", "warm_v", "k_scale", "k_offset", "v_scale", "v_offset")  # [units, ...]
+_WORK = ("counters", "scores", "counts", "partial", "state", "sums")  # scratch
+_RESULT = ("query", "out", "pages", "mass")  # [B, Hq, k_dim], [B, Hq, v_dim], [B, H, width] int64, the same float32
+_INT64 = (*_SIZES, *_FLAGS, *_CODES, *_INDEX, *_RECORDS, *_POOLS, *_WORK, *_RESULT)
+ARGUMENTS = np.dtype([*((name, np.int64) for name in _INT64), ("scale", np.float32), ("sigma", np.float32)])
 
 
 @_helper
@@ -53,17 +70,19 @@ def _exp(x):
 
 
 @_helper
-def _load_plain(source, is_bfloat16, count, out):
-    """Tokens of a float32 or (uint16 bits of a) bfloat16 page into `out [page_size, dim]` float32."""
-    if is_bfloat16:
-        bits = out.view(np.uint32)
-        for t in range(count):
-            for d in range(out.shape[1]):
-                bits[t, d] = np.uint32(source[t, d]) << np.uint32(16)
-    else:
-        for t in range(count):
-            for d in range(out.shape[1]):
-                out[t, d] = source[t, d]
+def _load_bfloat16(source, count, out):
+    """Tokens of a page given as bfloat16 bits into `out [page_size, dim]` float32."""
+    bits = out.view(np.uint32)
+    for t in range(count):
+        for d in range(out.shape[1]):
+            bits[t, d] = np.uint32(source[t, d]) << np.uint32(16)
+
+
+@_helper
+def _load_float32(source, count, out):
+    for t in range(count):
+        for d in range(out.shape[1]):
+            out[t, d] = source[t, d]
 
 
 @_helper
@@ -105,29 +124,69 @@ def _load_int4_v(codes, scales, offsets, count, out):
 
 
 @_helper
-def _heads(query, first, count):
-    """Rows [first, first + count) as an array the compiler knows to be contiguous: a slice would not vectorise."""
-    heads = np.empty((count, query.shape[1]), np.float32)
-    for g in range(count):
-        for d in range(query.shape[1]):
-            heads[g, d] = query[first + g, d]
+def _float32(address, shape):
+    return carray(pointer(address), shape, np.float32)
+
+
+@_helper
+def _uint16(address, shape):
+    return carray(pointer(address), shape, np.uint16)
+
+
+@_helper
+def _int8(address, shape):
+    return carray(pointer(address), shape, np.int8)
+
+
+@_helper
+def _int32(address, shape):
+    return carray(pointer(address), shape, np.int32)
+
+
+@_helper
+def _int64(address, shape):
+    return carray(pointer(address), shape, np.int64)
+
+
+@_helper
+def _heads(a, stream):
+    """The scaled query heads of a stream `[G, d]`, as an array the compiler knows to be contiguous."""
+    source = _float32(a.query + 4 * stream * a.group * a.k_dim, (a.group, a.k_dim))
+    heads = np.empty((a.group, a.k_dim), np.float32)
+    for g in range(a.group):
+        for d in range(a.k_dim):
+            heads[g, d] = source[g, d] * a.scale
     return heads
 
 
 @_helper
-def _score_pages(
-    mode, sigma, query, norms, table, first, last, center, center_scale, detail, detail_scale, radius, scores
-):
-    """Raw scores `[2, G, pages]` of pages [first, last) of a kv head; `query [G, d]` is scaled, `norms [G]` its norms.
+def _seq_len(a, stream):
+    return _int64(a.seq_lens, (a.batch,))[stream // a.num_kv_heads]
+
+
+@_helper
+def _table_row(a, stream):
+    """Page ids of a stream, int32 `[max_pages]`."""
+    slot, head = _int64(a.slots, (a.batch,))[stream // a.num_kv_heads], stream % a.num_kv_heads
+    return _int32(a.table + 4 * (slot * a.table_slot_stride + head * a.table_head_stride), (a.max_pages,))
+
+
+@_helper
+def _score_pages(a, query, table, first, last, scores):
+    """Raw scores `[2, G, pages]` of pages [first, last) of a stream; `query [G, d]` is scaled.
 
     anchor: logit of the bulk of the page, logit of the anchor. Others: the score, nothing.
     """
     num_heads, dim = query.shape
+    mode, sigma = a.mode, a.sigma
     weighted = np.empty((num_heads, dim), np.float32)  # what `detail` is multiplied with
+    norms = np.zeros(num_heads, np.float32)
     for g in range(num_heads):
         for d in range(dim):
             q = query[g, d]
+            norms[g] += q * q
             weighted[g, d] = q if mode == ANCHOR else q * q if mode == MEAN_SIGMA else abs(q)
+        norms[g] = np.sqrt(norms[g])
     row_c = np.empty(dim, np.float32)
     row_d = np.empty(dim, np.float32)
     for p in range(first, last):
@@ -137,12 +196,14 @@ def _score_pages(
                 scores[0, g, p] = LOWEST
                 scores[1, g, p] = LOWEST
             continue
-        c_scale, d_scale = _half(center_scale[page_id]), _half(detail_scale[page_id])
-        spread = _half(radius[page_id]) * sigma
+        center, detail = _int8(a.center + page_id * dim, (dim,)), _int8(a.detail + page_id * dim, (dim,))
+        c_scale = _half(_uint16(a.center_scale + 2 * page_id, (1,))[0])
+        d_scale = _half(_uint16(a.detail_scale + 2 * page_id, (1,))[0])
+        spread = _half(_uint16(a.radius + 2 * page_id, (1,))[0]) * sigma
         for d in range(dim):
-            row_c[d] = np.float32(center[page_id, d])
+            row_c[d] = np.float32(center[d])
         for d in range(dim):
-            row_d[d] = np.float32(detail[page_id, d])
+            row_d[d] = np.float32(detail[d])
         if mode == MEAN_SIGMA:
             for d in range(dim):
                 row_d[d] *= row_d[d]
@@ -274,31 +335,61 @@ def _weigh(weights, first, v_page, out):
 
 
 @_helper
-def _attend_chunk(
-    query,
-    length,
-    page_size,
-    table,
-    pages,
-    hot_row,
-    warm_row,
-    hot_k,
-    hot_v,
-    is_bfloat16,
-    codec,
-    warm_k,
-    warm_v,
-    k_scale,
-    k_offset,
-    v_scale,
-    v_offset,
-    out,
-    page_sum,
-    state,
-):
+def _load_k(a, page_id, count, out):
+    hot = np.int64(_int32(a.hot_row + 4 * page_id, (1,))[0])
+    tokens, dim = a.page_size, a.k_dim
+    if hot >= 0 and a.is_bfloat16:
+        _load_bfloat16(_uint16(a.hot_k + 2 * hot * tokens * dim, (tokens, dim)), count, out)
+    elif hot >= 0:
+        _load_float32(_float32(a.hot_k + 4 * hot * tokens * dim, (tokens, dim)), count, out)
+    else:
+        warm = np.int64(_int32(a.warm_row + 4 * page_id, (1,))[0])
+        codes = _int8(a.warm_k + warm * tokens * a.k_bytes, (tokens, a.k_bytes))
+        scales = _uint16(a.k_scale + 2 * warm * a.k_scales, (a.k_scales,))
+        if a.codec == INT8:
+            _load_int8(codes, scales, count, out)
+        else:
+            _load_int4_k(codes, scales, _uint16(a.k_offset + 2 * warm * a.k_scales, (a.k_scales,)), count, out)
+
+
+@_helper
+def _load_v(a, page_id, count, out):
+    hot = np.int64(_int32(a.hot_row + 4 * page_id, (1,))[0])
+    tokens, dim = a.page_size, a.v_dim
+    if hot >= 0 and a.is_bfloat16:
+        _load_bfloat16(_uint16(a.hot_v + 2 * hot * tokens * dim, (tokens, dim)), count, out)
+    elif hot >= 0:
+        _load_float32(_float32(a.hot_v + 4 * hot * tokens * dim, (tokens, dim)), count, out)
+    else:
+        warm = np.int64(_int32(a.warm_row + 4 * page_id, (1,))[0])
+        codes = _int8(a.warm_v + warm * tokens * a.v_bytes, (tokens, a.v_bytes))
+        if a.codec == INT8:
+            _load_int8(codes, _uint16(a.v_scale + 2 * warm * a.v_scales, (a.v_scales,)), count, out)
+        else:
+            shape = tokens, a.v_groups
+            scales = _uint16(a.v_scale + 2 * warm * a.v_scales, shape)
+            _load_int4_v(codes, scales, _uint16(a.v_offset + 2 * warm * a.v_scales, shape), count, out)
+
+
+@_helper
+def _fetch_page(a, page_id, hot_pool, warm_pool, dim, code_bytes):
+    """Ask for the cache lines of a page that is needed soon: pages lie scattered, which hardware does not foresee."""
+    hot = np.int64(_int32(a.hot_row + 4 * page_id, (1,))[0])
+    if hot >= 0:
+        size = a.page_size * dim * (2 if a.is_bfloat16 else 4)
+        start = hot_pool + hot * size
+    else:
+        size = a.page_size * code_bytes
+        start = warm_pool + np.int64(_int32(a.warm_row + 4 * page_id, (1,))[0]) * size
+    for offset in range(0, size, 64):
+        prefetch(start + offset)
+
+
+@_helper
+def _attend_pages(a, query, length, table, pages, out, page_sum, state):
     """Unnormalised attention of `query [G, d]` over `pages`: `out [G, v_dim]`, `page_sum [G, pages]`, and
     `state [G, 2]` = (largest logit, sum of exponentials)."""
-    num_heads, num_pages = query.shape[0], pages.shape[0]
+    num_heads, num_pages, page_size = query.shape[0], pages.shape[0], a.page_size
     rows = (page_size + 3) // 4 * 4  # four tokens at a time; those beyond the page weigh nothing
     k_page = np.zeros((rows, query.shape[1]), np.float32)
     v_page = np.zeros((rows, out.shape[1]), np.float32)
@@ -309,181 +400,144 @@ def _attend_chunk(
         for d in range(out.shape[1]):
             out[g, d] = 0
     for i in range(num_pages):
+        if i + 2 < num_pages:
+            _fetch_page(a, table[pages[i + 2]], a.hot_k, a.warm_k, a.k_dim, a.k_bytes)
         count = min(page_size, length - pages[i] * page_size)
-        page_id = table[pages[i]]
-        hot, warm = hot_row[page_id], warm_row[page_id]
-        if hot >= 0:
-            _load_plain(hot_k[hot], is_bfloat16, count, k_page)
-        elif codec == INT8:
-            _load_int8(warm_k[warm], k_scale[warm], count, k_page)
-        else:
-            _load_int4_k(warm_k[warm], k_scale[warm], k_offset[warm], count, k_page)
+        _load_k(a, table[pages[i]], count, k_page)
         _dots(query, k_page, count, logits, i * rows, state)
     for g in range(num_heads):
         top = state[g, 0]
         for j in range(num_pages * rows):
             logits[g, j] = _exp(logits[g, j] - top)
     for i in range(num_pages):
+        if i + 2 < num_pages:
+            _fetch_page(a, table[pages[i + 2]], a.hot_v, a.warm_v, a.v_dim, a.v_bytes)
         count = min(page_size, length - pages[i] * page_size)
-        page_id = table[pages[i]]
-        hot, warm = hot_row[page_id], warm_row[page_id]
-        if hot >= 0:
-            _load_plain(hot_v[hot], is_bfloat16, count, v_page)
-        elif codec == INT8:
-            _load_int8(warm_v[warm], v_scale[warm, :, 0], count, v_page)
-        else:
-            _load_int4_v(warm_v[warm], v_scale[warm], v_offset[warm], count, v_page)
+        _load_v(a, table[pages[i]], count, v_page)
         for g in range(num_heads):
             page_sum[g, i] = _weigh(logits[g], i * rows, v_page, out[g])
             state[g, 1] += page_sum[g, i]
 
 
-@_parallel
-def decode(
-    query,
-    table,
-    slots,
-    seq_lens,
-    hot_row,
-    warm_row,
-    center,
-    center_scale,
-    detail,
-    detail_scale,
-    radius,
-    hot_k,
-    hot_v,
-    is_bfloat16,
-    codec,
-    warm_k,
-    warm_v,
-    k_scale,
-    k_offset,
-    v_scale,
-    v_offset,
-    mode,
-    sigma,
-    num_sinks,
-    recent_tokens,
-    budgets,
-    num_chunks,
-    out,
-    pages,
-    mass,
-):
-    """One layer of decode attention for a batch.
+# -- work items ------------------------------------------------------------------------------------------------
 
-    `query [B, Hq, d]` float32, already scaled; `out [B, Hq, v_dim]`; `pages [B, H, S]` int64 and `mass [B, H, S]`
-    float32 are written, -1 and 0 where a head reads fewer pages. `budgets [B]` in pages.
+
+@_helper
+def _score_item(a, stream, chunk):
+    known = (_seq_len(a, stream) - 1) // a.page_size  # pages of earlier steps have summaries
+    scores = _float32(a.scores + 4 * stream * 2 * a.group * a.max_pages, (2, a.group, a.max_pages))
+    first, last = known * chunk // a.num_chunks, known * (chunk + 1) // a.num_chunks
+    _score_pages(a, _heads(a, stream), _table_row(a, stream), first, last, scores)
+
+
+@_helper
+def _choose_item(a, stream):
+    """Choose the pages of a stream whose scores are complete."""
+    length = _seq_len(a, stream)
+    num_pages, known = (length + a.page_size - 1) // a.page_size, (length - 1) // a.page_size
+    joined = np.empty(num_pages, np.float32)
+    first_recent = np.int64(0)
+    if a.mode != ALL:
+        scores = _float32(a.scores + 4 * stream * 2 * a.group * a.max_pages, (2, a.group, a.max_pages))
+        _join_group(a.mode, a.page_size, scores, known, joined)
+        first_recent = max(np.int64(0), length - a.recent_tokens) // a.page_size
+    budget = _int64(a.budgets, (a.batch,))[stream // a.num_kv_heads]
+    pages = _int64(a.pages + 8 * stream * a.width, (a.width,))
+    n = _choose(_table_row(a, stream), num_pages, known, a.num_sinks, first_recent, budget, joined, pages)
+    for i in range(n, a.width):
+        pages[i] = -1
+    _int64(a.counts + 8 * stream, (1,))[0] = n
+
+
+@_helper
+def _attend_item(a, stream, chunk):
+    item = stream * a.num_chunks + chunk
+    n = _int64(a.counts + 8 * stream, (1,))[0]
+    first, last = n * chunk // a.num_chunks, n * (chunk + 1) // a.num_chunks
+    pages = _int64(a.pages + 8 * stream * a.width, (a.width,))
+    partial = _float32(a.partial + 4 * item * a.group * a.v_dim, (a.group, a.v_dim))
+    state = _float32(a.state + 4 * item * a.group * 2, (a.group, 2))
+    sums = _float32(a.sums + 4 * stream * a.group * a.width, (a.group, a.width))
+    _attend_pages(
+        *(a, _heads(a, stream), _seq_len(a, stream), _table_row(a, stream), pages[first:last]),
+        *(partial, sums[:, first:last], state),
+    )
+
+
+@_helper
+def _join_item(a, stream):
+    """Join the chunks of a stream into its output and the mass of its pages."""
+    n = _int64(a.counts + 8 * stream, (1,))[0]
+    chunks = a.num_chunks
+    partial = _float32(a.partial + 4 * stream * chunks * a.group * a.v_dim, (chunks, a.group, a.v_dim))
+    state = _float32(a.state + 4 * stream * chunks * a.group * 2, (chunks, a.group, 2))
+    sums = _float32(a.sums + 4 * stream * a.group * a.width, (a.group, a.width))
+    out = _float32(a.out + 4 * stream * a.group * a.v_dim, (a.group, a.v_dim))
+    mass = _float32(a.mass + 4 * stream * a.width, (a.width,))
+    for i in range(a.width):
+        mass[i] = 0
+    for g in range(a.group):
+        top = LOWEST
+        for chunk in range(chunks):
+            top = max(top, state[chunk, g, 0])
+        for d in range(a.v_dim):
+            out[g, d] = 0
+        if top <= LOWEST:
+            continue
+        total = np.float32(0)
+        for chunk in range(chunks):
+            if state[chunk, g, 0] > LOWEST:
+                weight = np.float32(math.exp(state[chunk, g, 0] - top))
+                total += weight * state[chunk, g, 1]
+                for d in range(a.v_dim):
+                    out[g, d] += weight * partial[chunk, g, d]
+        inverse = np.float32(1) / total
+        for d in range(a.v_dim):
+            out[g, d] *= inverse
+        for chunk in range(chunks):
+            if state[chunk, g, 0] > LOWEST:
+                weight = np.float32(math.exp(state[chunk, g, 0] - top)) * inverse
+                for i in range(n * chunk // chunks, n * (chunk + 1) // chunks):
+                    mass[i] = max(mass[i], sums[g, i] * weight)
+
+
+# -- what a team enters ----------------------------------------------------------------------------------------
+
+
+def _decode(arguments):
+    """Selection items first, then attention items, both from one counter.
+
+    `counters` int64 [1 + 2 * streams]: the next item; per stream the chunks that are not scored yet, -1 once its pages
+    are chosen; per stream the chunks that are not attended yet. Items are claimed in order, so whoever waits for a
+    choice waits for a thread that is at work on it.
     """
-    batch, num_kv_heads, width = pages.shape
-    group = query.shape[1] // num_kv_heads
-    page_size = hot_k.shape[1]
-    num_streams = batch * num_kv_heads
-    num_items = num_streams * num_chunks
-    counts = np.zeros(num_streams, np.int64)
-    if mode != ALL:
-        max_pages = 0
-        for b in range(batch):
-            max_pages = max(max_pages, (seq_lens[b] + page_size - 1) // page_size)
-        scores = np.empty((num_streams, 2, group, max_pages), np.float32)
-        for item in numba.prange(num_items):
-            stream, chunk = item // num_chunks, item % num_chunks
-            b, h = stream // num_kv_heads, stream % num_kv_heads
-            known = (seq_lens[b] - 1) // page_size  # pages of earlier steps have summaries
-            heads = _heads(query[b], h * group, group)
-            norms = np.empty(group, np.float32)
-            for g in range(group):
-                total = np.float32(0)
-                for d in range(heads.shape[1]):
-                    total += heads[g, d] * heads[g, d]
-                norms[g] = np.sqrt(total)
-            _score_pages(
-                mode,
-                sigma,
-                heads,
-                norms,
-                table[slots[b], h],
-                known * chunk // num_chunks,
-                known * (chunk + 1) // num_chunks,
-                center,
-                center_scale,
-                detail,
-                detail_scale,
-                radius,
-                scores[stream],
-            )
-    for stream in numba.prange(num_streams):
-        b, h = stream // num_kv_heads, stream % num_kv_heads
-        num_pages = (seq_lens[b] + page_size - 1) // page_size
-        known = (seq_lens[b] - 1) // page_size
-        row = table[slots[b], h]
-        joined = np.empty(max(num_pages, 1), np.float32)
-        if mode != ALL:
-            _join_group(mode, page_size, scores[stream], known, joined)
-        first_recent = max(0, seq_lens[b] - recent_tokens) // page_size if mode != ALL else 0
-        n = _choose(row, num_pages, known, num_sinks, first_recent, budgets[b], joined, pages[b, h])
-        counts[stream] = n
-        for i in range(n, width):
-            pages[b, h, i] = -1
-            mass[b, h, i] = 0
-    partial = np.empty((num_items, group, out.shape[2]), np.float32)
-    state = np.empty((num_items, group, 2), np.float32)
-    sums = np.empty((num_streams, group, width), np.float32)
-    for item in numba.prange(num_items):
-        stream, chunk = item // num_chunks, item % num_chunks
-        b, h = stream // num_kv_heads, stream % num_kv_heads
-        first, last = counts[stream] * chunk // num_chunks, counts[stream] * (chunk + 1) // num_chunks
-        _attend_chunk(
-            _heads(query[b], h * group, group),
-            seq_lens[b],
-            page_size,
-            table[slots[b], h],
-            pages[b, h, first:last],
-            hot_row,
-            warm_row,
-            hot_k,
-            hot_v,
-            is_bfloat16,
-            codec,
-            warm_k,
-            warm_v,
-            k_scale,
-            k_offset,
-            v_scale,
-            v_offset,
-            partial[item],
-            sums[stream, :, first:last],
-            state[item],
-        )
-    for stream in range(num_streams):
-        b, h = stream // num_kv_heads, stream % num_kv_heads
-        n = counts[stream]
-        for i in range(n):
-            mass[b, h, i] = 0
-        for g in range(group):
-            top = LOWEST
-            for chunk in range(num_chunks):
-                top = max(top, state[stream * num_chunks + chunk, g, 0])
-            total = np.float32(0)
-            for d in range(out.shape[2]):
-                out[b, h * group + g, d] = 0
-            if top <= LOWEST:
-                continue
-            for chunk in range(num_chunks):
-                item = stream * num_chunks + chunk
-                if state[item, g, 0] > LOWEST:
-                    weight = np.float32(math.exp(state[item, g, 0] - top))
-                    total += weight * state[item, g, 1]
-                    for d in range(out.shape[2]):
-                        out[b, h * group + g, d] += weight * partial[item, g, d]
-            inverse = np.float32(1) / total
-            for d in range(out.shape[2]):
-                out[b, h * group + g, d] *= inverse
-            for chunk in range(num_chunks):
-                item = stream * num_chunks + chunk
-                first, last = n * chunk // num_chunks, n * (chunk + 1) // num_chunks
-                if state[item, g, 0] > LOWEST:
-                    weight = np.float32(math.exp(state[item, g, 0] - top)) * inverse
-                    for i in range(first, last):
-                        mass[b, h, i] = max(mass[b, h, i], sums[stream, g, i] * weight)
+    a = carray(arguments, 1)[0]
+    streams = a.batch * a.num_kv_heads
+    num_items = streams * a.num_chunks
+    unscored, unattended = a.counters + 8, a.counters + 8 * (1 + streams)
+    while True:
+        item = add_to(a.counters, 1)
+        if item >= 2 * num_items:
+            break
+        if item < num_items:
+            stream = item // a.num_chunks
+            if a.mode != ALL:
+                _score_item(a, stream, item % a.num_chunks)
+            if add_to(unscored + 8 * stream, -1) == 1:
+                _choose_item(a, stream)
+                add_to(unscored + 8 * stream, -1)
+        else:
+            item -= num_items
+            stream = item // a.num_chunks
+            while add_to(unscored + 8 * stream, 0) >= 0:
+                pass
+            _attend_item(a, stream, item % a.num_chunks)
+            if add_to(unattended + 8 * stream, -1) == 1:
+                _join_item(a, stream)
+
+
+@lru_cache(maxsize=1)
+def entry_point():
+    """The compiled `_decode`, whose `address` a team enters. Compiles it, or loads it from numba's cache."""
+    signature = types.void(types.CPointer(numba.from_dtype(ARGUMENTS)))
+    return numba.cfunc(signature, cache=True, fastmath=_FAST, error_model="numpy")(_decode)

@@ -48,7 +48,7 @@ def _fork_function() -> Callable[[int, int, int, int], None] | None:
             if fork is not None:
                 fork.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
                 fork.restype = None
-                return fork  # type: ignore[no-any-return]
+                return fork
     return None
 
 
@@ -63,20 +63,20 @@ def _loaded_libraries(name: str) -> list[str]:
 
 
 @intrinsic
-def pointer(typingctx, address):  # type: ignore[no-untyped-def]
+def pointer(typingctx, address):
     """An int64 address as a pointer, for `numba.carray`."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.int64), codegen
 
 
 @intrinsic
-def add_to(typingctx, address, amount):  # type: ignore[no-untyped-def]
+def add_to(typingctx, address, amount):
     """Add `amount` to the int64 at `address` and return what was there, in one indivisible step."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
         return builder.atomic_rmw("add", place, args[1], "seq_cst")
 
@@ -84,10 +84,10 @@ def add_to(typingctx, address, amount):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
+def prefetch(typingctx, address):
     """Ask for the cache line at `address`, to be read soon."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gsm.core.codec import Fields, FieldSpec
+from gsm.core.memory import advise_huge_pages
 from gsm.errors import KVIntegrityError, OutOfPages
 
 
@@ -133,4 +134,7 @@ def _extended(old: Tensor, used: int, capacity: int) -> Tensor:
 def lasting(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor that may be written outside `torch.inference_mode` too, wherever it was made."""
     with torch.inference_mode(False):
-        return torch.empty(shape, dtype=dtype, device=device)
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu":
+        advise_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return tensor
