@@ -1,15 +1,15 @@
 """What smoothing and int8 are worth on the demo model.
 
-    python benchmarks/smooth.py {quality,speed,window,memory,verdict}
+    python benchmarks/smooth.py {quality,speed,window,cost,tails,memory}
 
 Each part writes one JSON file with the command that made it. Calibration, tuning and evaluation read disjoint thirds of
-the text. `speed` needs a quiet machine; the other parts do not.
+the text. `speed` and `cost` need a quiet machine; the other parts do not.
+`smooth_verdict.py` puts the files together.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import sys
@@ -27,47 +27,45 @@ from gsm.guard.speed import compare_speed
 from gsm.quality.texts import encode, load_thirds
 from gsm.results import collect_environment, load_average
 from gsm.smoothing import apply, calibrate, cut_samples
+from gsm.smoothing.picture import draw_calibration
+from gsm.smoothing.select import CANDIDATES
 from gsm.smoothing.sites import find_sites
 
 RESULTS = Path(__file__).parent / "results"
+NUM_SAMPLES = 32  # of 256 tokens
 ROTATE: dict[str, Any] = {"enable": True, "method": "rotate"}
 CHANNEL: dict[str, Any] = {"enable": True, "method": "channel"}
 
 # arm -> (settings, the issue's bar on the mean change of perplexity)
 QUALITY_ARMS: dict[str, tuple[dict[str, Any], float | None]] = {
-    "weight_only": ({"int8": "weight_only"}, 0.002),
     "dynamic": ({"int8": "dynamic"}, None),
-    "dynamic + channel": ({**CHANNEL, "int8": "dynamic"}, 0.01),
-    "dynamic + channel, alpha 0.5": ({**CHANNEL, "int8": "dynamic", "alpha": 0.5}, None),
     "dynamic + rotate": ({**ROTATE, "int8": "dynamic"}, 0.01),
-    "dynamic + rotate, folded only": ({**ROTATE, "int8": "dynamic", "online_rotation": False}, None),
-    "static": ({"int8": "static"}, None),
-    "static + channel": ({**CHANNEL, "int8": "static"}, None),
+    "dynamic + channel": ({**CHANNEL, "int8": "dynamic"}, 0.01),
     "static + rotate": ({**ROTATE, "int8": "static"}, 0.015),
+    "weight_only": ({"int8": "weight_only"}, 0.002),
+    "static": ({"int8": "static"}, None),
     "static + rotate, sinks not exempt": ({**ROTATE, "int8": "static", "skip_sink": False}, None),
 }
 SPEED_ARMS: dict[str, dict[str, Any]] = {
-    "weight_only": {"int8": "weight_only"},
-    "dynamic": {"int8": "dynamic"},
     "dynamic + rotate": {**ROTATE, "int8": "dynamic"},
+    "dynamic": {"int8": "dynamic"},  # `channel` runs the same code: a fold leaves no trace at run time
+    "weight_only": {"int8": "weight_only"},
     "static + rotate": {**ROTATE, "int8": "static"},
 }
+# the document's ranges: strength 0.05 to 0.3, window 4 to 16; "{}" is the configuration it recommends
 WINDOW_ARMS: dict[str, dict[str, Any]] = {
     "0.05, W 4, o_proj of a quarter of the layers": {
         "smooth_strength": 0.05, "window_size": 4, "target_layers": "high_kurtosis_o_proj",
     },
-    "0.1, W 8, high_kurtosis (the document's config)": {},
+    "0.1, W 8, high_kurtosis": {},
     "0.05, W 4, all": {"smooth_strength": 0.05, "window_size": 4, "target_layers": "all"},
-    "0.05, W 4, all, sink smoothed too": {
+    "0.05, W 4, all, from the first token on": {
         "smooth_strength": 0.05, "window_size": 4, "target_layers": "all", "skip_sink": False, "warmup": "partial",
-    },
-    "0.1, W 4, all, from the first token": {
-        "smooth_strength": 0.1, "window_size": 4, "target_layers": "all", "warmup": "partial",
     },
     "0.1, W 8, all": {"target_layers": "all"},
     "0.3, W 16, all": {"smooth_strength": 0.3, "window_size": 16, "target_layers": "all"},
-    "0.1, W 8, high_kurtosis, int8 dynamic": {"int8": "dynamic"},
 }  # fmt: skip
+TAIL_ARMS: dict[str, dict[str, Any]] = {"channel": CHANNEL, "rotate": ROTATE}
 
 
 class Bench:
@@ -77,7 +75,7 @@ class Bench:
         self.loaded = load_model("demo", threads=threads)
         self.model = self.loaded.model
         self.thirds = load_thirds()
-        self.samples = cut_samples(encode(self.loaded.tokenizer, self.thirds.calibration), 128, 256)
+        self.samples = cut_samples(encode(self.loaded.tokenizer, self.thirds.calibration), NUM_SAMPLES, 256)
         self.text = encode(self.loaded.tokenizer, self.thirds.evaluation)
         self.environment = collect_environment(
             model=self.loaded.name, dtype="float32", device="cpu", threads=torch.get_num_threads()
@@ -113,12 +111,17 @@ def quality(bench: Bench, num_tokens: int) -> None:
             "max_logit_change_of_the_fold": applied.max_logit_change,
             **verdict.model_dump(mode="json", exclude={"failures", "finite"}),
         }
-        print(f"{name:36s} {change.mean:+.3%} ({change.low:+.3%} to {change.high:+.3%})")
+        print(f"{name:36s} {change.mean:+.3%} ({change.low:+.3%} to {change.high:+.3%})", flush=True)
+        _compare_with_plain(results)
+        bench.write("smooth_quality.json", {"num_tokens": test.num_tokens, "arms": results})
+
+
+def _compare_with_plain(results: dict[str, Any]) -> None:
+    """How much of plain int8's loss a smoothed arm still has."""
     for name, result in results.items():
         plain = results.get(name.partition(" + ")[0])
         if plain is not None and plain is not result:
             result["share_of_plain_loss"] = result["perplexity_change"]["mean"] / plain["perplexity_change"]["mean"]
-    bench.write("smooth_quality.json", {"num_tokens": test.num_tokens, "arms": results})
 
 
 def speed(bench: Bench, prompt_tokens: int, rounds: int) -> None:
@@ -139,7 +142,7 @@ def speed(bench: Bench, prompt_tokens: int, rounds: int) -> None:
             "decode_gain": found.decode_gain,
             **found.model_dump(mode="json"),
         }
-        print(f"{name:20s} prefill {found.prefill_gain:.2f}x, decode {found.decode_gain:.2f}x", found)
+        print(f"{name:20s} prefill {found.prefill_gain:.2f}x, decode {found.decode_gain:.2f}x", found, flush=True)
     weights = sum(parameter.nbytes for parameter in bench.model.parameters())
     bandwidth = _bandwidth_bytes_per_s()
     bound = {
@@ -167,16 +170,61 @@ def window(bench: Bench, num_tokens: int) -> None:
         config = SmoothingConfig(enable=True, method="window", short_request={"max_tokens": 0}, **named)
         with apply(bench.model, config, samples=bench.samples, calibration=calibration) as applied:
             verdict = test.measure()
-            cost = _cost_per_decoded_token(bench.model, applied)
-        assert verdict.perplexity_change is not None
+        change = verdict.perplexity_change
+        assert change is not None
         results[name] = {
             "settings": settings,
             "num_modules": len(applied.smoothed),
             **verdict.model_dump(mode="json", exclude={"failures", "finite"}),
-            **cost,
         }
-        print(f"{name:52s} {verdict.perplexity_change.mean:+.3%}  {cost}")
-    bench.write("smooth_window.json", {"num_tokens": test.num_tokens, "arms": results})
+        print(f"{name:45s} {change.mean:+.3%} ({change.low:+.3%} to {change.high:+.3%})", flush=True)
+        bench.write("smooth_window.json", {"num_tokens": test.num_tokens, "arms": results})
+
+
+def cost(bench: Bench, prompt_tokens: int) -> None:
+    """What `window` adds to prefill and decode on every module it can act on, beside the products it precedes."""
+    ids = encode(bench.loaded.tokenizer, bench.thirds.tuning)[None, :prompt_tokens]
+    results: dict[str, Any] = {}
+    for size, precision in ((4, "fp32"), (8, "fp32"), (16, "fp32"), (8, "bf16")):
+        config = SmoothingConfig(
+            enable=True, method="window", window_size=size, precision=precision, target_layers="all",
+            short_request={"max_tokens": 0},
+        )  # fmt: skip
+        with apply(bench.model, config, samples=bench.samples[:2]) as applied:
+            results[f"W {size}, {precision}"] = _own_cost(bench.model, applied, ids)
+        print(f"W {size}, {precision}", results[f"W {size}, {precision}"], flush=True)
+    block = find_sites(bench.model).blocks[0]
+    down = block.part(block.layout.mlp_out[0])
+    products = {
+        f"down_proj_{rows}_tokens_ms": 1e3 * min(_timed(lambda: down(x)) for _ in range(9))  # noqa: B023
+        for rows in (1, prompt_tokens)
+        for x in [torch.randn(1, rows, down.in_features)]
+    }
+    bench.write("smooth_cost.json", {"prompt_tokens": prompt_tokens, "products": products, "arms": results})
+
+
+def tails(bench: Bench) -> None:
+    """Excess kurtosis of every site before and after folding (first token of each sample left out), and the picture."""
+    before = calibrate(bench.model, bench.samples)
+    draw_calibration(before, RESULTS / "smooth_tails.png")
+    found = {"before": _kurtosis(before)}
+    for name, settings in TAIL_ARMS.items():
+        with apply(bench.model, SmoothingConfig(**settings), samples=bench.samples, calibration=before):
+            found[name] = _kurtosis(calibrate(bench.model, bench.samples[:16]))
+        print(name, found[name]["median"], found[name]["largest"], flush=True)
+    bench.write("smooth_tails.json", {"arms": found})
+
+
+def _kurtosis(calibration: Any) -> dict[str, Any]:
+    sites = calibration.of_kind(*CANDIDATES["channel"])
+    worst = max(sites, key=lambda site: site.kurtosis_body)
+    return {
+        "median": statistics.median(site.kurtosis_body for site in sites),
+        "largest": worst.kurtosis_body,
+        "largest_at": worst.name,
+        "sites": {site.name: site.kurtosis_body for site in sites},
+        "sink_driven": [site.name for site in sites if site.sink_driven],
+    }
 
 
 def memory(bench: Bench, num_samples: int) -> None:
@@ -205,22 +253,21 @@ def _best_attention_outputs(calibration: Any) -> tuple[str, ...]:
 
 
 @torch.inference_mode()
-def _cost_per_decoded_token(model: Any, applied: Any, num_tokens: int = 32) -> dict[str, float]:
-    """Smoothing's own time in decode steps, beside the time of the products it precedes."""
-    ids = torch.arange(100, 164)[None]
+def _own_cost(model: Any, applied: Any, ids: torch.Tensor, num_tokens: int = 32) -> dict[str, float]:
+    """Smoothing's own time per module: in a prefill, and per decoded token after it."""
+    own = applied.window.cost
+    model(input_ids=ids[:, :64], use_cache=True, logits_to_keep=1)
+    own.calls, own.seconds = 0, 0.0
     out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    cost = applied.window.cost
-    cost.calls, cost.seconds = 0, 0.0
+    prefill = {"prefill_ms_per_module": 1e3 * own.seconds / own.calls, "prefill_s": own.seconds}
+    own.calls, own.seconds = 0, 0.0
     for _ in range(num_tokens):
         out = model(input_ids=ids[:, :1], past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
-    block = find_sites(model).blocks[0]
-    layer = block.part(block.layout.mlp_out[0])
-    x = torch.randn(1, 1, layer.in_features)
-    times = [_timed(lambda: layer(x)) for _ in range(50)]
     return {
-        "own_us_per_module_and_token": 1e6 * cost.seconds / max(1, cost.calls),
-        "own_ms_per_token": 1e3 * cost.seconds / num_tokens,
-        "down_proj_product_us": 1e6 * statistics.median(times),
+        **prefill,
+        "num_modules": len(applied.smoothed),
+        "decode_us_per_module_and_token": 1e6 * own.seconds / own.calls,
+        "decode_ms_per_token": 1e3 * own.seconds / num_tokens,
     }
 
 
@@ -242,24 +289,24 @@ def _resident_bytes(field: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["quality", "speed", "window", "memory"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["quality", "speed", "window", "cost", "tails", "memory"])
     parser.add_argument("--tokens", type=int, default=16384, help="evaluation tokens (quality, window)")
-    parser.add_argument("--prompt-tokens", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompt-tokens", type=int, default=2048, help="of the prefill (speed, cost)")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--samples", type=int, default=64, help="calibration samples (memory)")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    with contextlib.suppress(KeyboardInterrupt):
-        bench = Bench(options.threads)
-        if options.part == "quality":
-            quality(bench, options.tokens)
-        elif options.part == "speed":
-            speed(bench, options.prompt_tokens, options.rounds)
-        elif options.part == "window":
-            window(bench, options.tokens)
-        else:
-            memory(bench, options.samples)
+    bench = Bench(options.threads)
+    parts = {
+        "quality": lambda: quality(bench, options.tokens),
+        "speed": lambda: speed(bench, options.prompt_tokens, options.rounds),
+        "window": lambda: window(bench, options.tokens),
+        "cost": lambda: cost(bench, options.prompt_tokens),
+        "tails": lambda: tails(bench),
+        "memory": lambda: memory(bench, options.samples),
+    }
+    parts[options.part]()
 
 
 if __name__ == "__main__":
