@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": "What fits in memory and what tiers can gain, from a config alone.",
     "report": "One self-contained page with pictures from result files.",
     "tune": "Find a config on your own text, one variable at a time, each step proven.",
+    "serve": "Serve a model through OpenAI's HTTP API.",
     "smooth": "Smooth a model and run it in int8: quality proved, speed measured, exported.",
 }
 
