@@ -14,9 +14,9 @@ from gsm.report.sections.cache import explain_verdicts, plan_verdicts
 from gsm.report.sections.checks import diagnose_verdicts, doctor_verdicts, eval_verdicts, no_verdicts
 from gsm.report.sections.load import load_verdicts
 from gsm.report.sections.probe import probe_verdicts
-from gsm.report.sections.smoothing import calibrate_verdicts, smooth_verdicts
+from gsm.report.sections.smoothing import calibrate_verdicts, smooth_arms_verdicts, smooth_verdicts
 from gsm.report.sections.tune import tune_verdicts
-from gsm.results.kinds import ResultFile, read_result_files
+from gsm.results.kinds import ResultFile, read_known
 
 T = TypeVar("T")
 
@@ -31,6 +31,7 @@ _VERDICTS: dict[str, Callable[[ResultFile], list[Verdict]]] = {
     "explain": explain_verdicts,
     "plan": plan_verdicts,
     "diagnose": diagnose_verdicts,
+    "smooth_arms": smooth_arms_verdicts,
     "generate": no_verdicts,
     "doctor": doctor_verdicts,
 }
@@ -38,8 +39,11 @@ _ORDER = tuple(BUILDERS)
 
 
 def compose(paths: Iterable[str | Path], title: str | None = None, made_by: str = "") -> Page:
-    """The page of all ``paths``. Raises InputError for a file that is no result, or a damaged one."""
-    results = read_result_files(paths)
+    """The page of all ``paths``; a JSON file of another kind is named and left out.
+
+    Raises InputError for a file that cannot be read or is damaged, and when none is a result.
+    """
+    results, unknown = _read(list(paths))
     models = dict.fromkeys(_model(result) for result in results)
     subject = ", ".join(filter(None, models)) or "results"
     page = Page(title or subject, made_by=made_by)
@@ -51,9 +55,23 @@ def compose(paths: Iterable[str | Path], title: str | None = None, made_by: str 
     for result in ordered:
         page.verdicts += _checked(result, _VERDICTS[result.kind])
         page.sections.append(_checked(result, BUILDERS[result.kind]))
+    for name in unknown:
+        page.verdicts.append(Verdict("warn", f"Left out: {name} is no result that a report knows.", name))
     for section in page.sections:  # a verdict is said once, at the top
         section.blocks = [block for block in section.blocks if not isinstance(block, Verdict)]
     return page
+
+
+def _read(paths: list[str | Path]) -> tuple[list[ResultFile], list[str]]:
+    results: list[ResultFile] = []
+    unknown: list[str] = []
+    for path in paths:
+        known, others = read_known(Path(path), strict=len(paths) == 1)
+        results += known
+        unknown += others
+    if not results:
+        raise InputError("no result was given; name result files, for example benchmarks/results/*.json")
+    return results, unknown
 
 
 def _checked(result: ResultFile, read: Callable[[ResultFile], T]) -> T:

@@ -24,9 +24,10 @@ _KINDS: tuple[tuple[str, Callable[[Data], bool]], ...] = (
     ("probe", lambda d: {"verdict", "token_ms", "levers"} <= d.keys()),
     ("smooth", lambda d: {"choices", "conclusion", "text_hashes"} <= d.keys()),
     ("eval", lambda d: {"quality", "tolerance", "passed"} <= d.keys()),
-    ("bench", lambda d: {"arms", "workload"} <= d.keys()),
+    ("bench", lambda d: {"arms", "workload"} <= d.keys() and isinstance(d["arms"], list)),
     ("explain", lambda d: {"positions", "stats"} <= d.keys()),
     ("plan", lambda d: {"capacities", "kv_bytes_per_token"} <= d.keys()),
+    ("smooth_arms", lambda d: isinstance(d.get("arms"), dict) and "environment" in d),
     ("generate", lambda d: {"text", "prompt_tokens", "new_tokens"} <= d.keys()),
     ("doctor", lambda d: {"checks", "passed"} <= d.keys()),
 )
@@ -44,13 +45,14 @@ class ResultFile:
 
 def read_result_files(paths: Iterable[str | Path]) -> list[ResultFile]:
     """All files, in order; a file with a list holds several results. Raises InputError for one that is no result."""
-    found = [result for path in paths for result in _read(Path(path))]
+    found = [result for path in paths for result in read_known(Path(path))[0]]
     if not found:
         raise InputError("no result file was given; name some, for example benchmarks/results/*.json")
     return found
 
 
-def _read(path: Path) -> list[ResultFile]:
+def read_known(path: Path, strict: bool = True) -> tuple[list[ResultFile], list[str]]:
+    """The results in one file and, unless ``strict``, the names of those that are none of ours. Raises InputError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -60,18 +62,19 @@ def _read(path: Path) -> list[ResultFile]:
     except json.JSONDecodeError as error:
         raise InputError(f"result file {path} is not JSON (line {error.lineno}: {error.msg})") from None
     items: Sequence[Any] = content if isinstance(content, list) else [content]
-    named = len(items) > 1
-    return [
-        ResultFile(f"{path.name} #{index + 1}" if named else path.name, _kind(item, path), item)
-        for index, item in enumerate(items)
-    ]
+    known, unknown = [], []
+    for index, item in enumerate(items):
+        name = f"{path.name} #{index + 1}" if len(items) > 1 else path.name
+        kind = next((kind for kind, fits in _KINDS if isinstance(item, dict) and fits(item)), None)
+        if kind is not None:
+            known.append(ResultFile(name, kind, item))
+        elif strict:
+            raise InputError(f"{path} is no result that is known here; give the JSON files of gsm {_names()}")
+        else:
+            unknown.append(name)
+    return known, unknown
 
 
-def _kind(item: Any, path: Path) -> str:
-    kind = next((kind for kind, fits in _KINDS if isinstance(item, dict) and fits(item)), None)
-    if kind is None:
-        raise InputError(
-            f"{path} is no result that is known here; give the JSON files of gsm {', '.join(KINDS[:-1])} and "
-            f"{KINDS[-1]}"
-        )
-    return kind
+def _names() -> str:
+    names = [kind for kind in KINDS if "_" not in kind]
+    return f"{', '.join(names[:-1])} and {names[-1]}"

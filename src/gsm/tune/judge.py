@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 
 from gsm.measure.evaluate import judge as quality_failures
@@ -9,12 +10,19 @@ from gsm.results import Tolerance
 from gsm.stats import bootstrap_mean_ci
 from gsm.tune.records import Change, Comparison, Measured
 
+STALL = 3.0
 MIN_BYTES_GAIN = 0.02  # less memory is counted, not timed: no noise, but below this it is not worth a setting
 
 
 def relative_change(before: Sequence[float], after: Sequence[float]) -> Change:
-    """Mean of ``after / before - 1`` over pairs, with its 95 % interval."""
-    interval = bootstrap_mean_ci([b / a - 1 for a, b in zip(before, after, strict=True)])
+    """Mean of ``after / before - 1`` over pairs, with its 95 % interval.
+
+    A block that took three times its contestant's median is a stall of the machine: its pair is left out, whichever of
+    the two it hit.
+    """
+    limits = [STALL * statistics.median(blocks) for blocks in (before, after)]
+    pairs = [(a, b) for a, b in zip(before, after, strict=True) if a <= limits[0] and b <= limits[1]]
+    interval = bootstrap_mean_ci([b / a - 1 for a, b in pairs])
     return Change(mean=interval.mean, low=interval.low, high=interval.high)
 
 

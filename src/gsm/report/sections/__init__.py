@@ -10,7 +10,7 @@ from gsm.report.sections.cache import explain_section, plan_section
 from gsm.report.sections.checks import diagnose_section, doctor_section, eval_section, generate_section
 from gsm.report.sections.load import load_section
 from gsm.report.sections.probe import probe_section
-from gsm.report.sections.smoothing import calibrate_section, smooth_section
+from gsm.report.sections.smoothing import calibrate_section, smooth_arms_section, smooth_section
 from gsm.report.sections.tune import tune_section
 from gsm.results.kinds import ResultFile
 
@@ -20,6 +20,7 @@ BUILDERS: dict[str, Callable[[ResultFile], Section]] = {
     "probe": probe_section,
     "tune": tune_section,
     "smooth": smooth_section,
+    "smooth_arms": smooth_arms_section,
     "calibrate": calibrate_section,
     "load": load_section,
     "explain": explain_section,

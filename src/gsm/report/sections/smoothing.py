@@ -81,6 +81,52 @@ def smooth_verdicts(result: ResultFile) -> list[Verdict]:
     return [Verdict(level, f"Smoothing: {text}.", result.name)]
 
 
+def smooth_arms_section(result: ResultFile) -> Section:
+    """Several smoothing settings side by side: whatever was measured of each, as charts and one table."""
+    data, arms = result.data, result.data["arms"]
+    blocks: list[Block] = []
+    for key, title, unit in (
+        ("decode_ms", "A decode step", "milliseconds"),
+        ("prefill_s", "Prefill", "seconds"),
+        ("products_ms", "One block's products", "milliseconds"),
+    ):
+        bars = [
+            Bar(f"{name}, {when}", [record["median"]], record["min"], record["max"])
+            for name, arm in arms.items()
+            for when in ("before", "after")
+            if (record := arm.get(f"{key}_{when}")) and record["median"] is not None
+        ]
+        if bars:
+            blocks.append(BarChart(title, unit, bars))
+    fields = dict.fromkeys(key for arm in arms.values() for key, value in arm.items() if _is_figure(value))
+    rows = [[key.replace("_", " "), *(_figure(arm.get(key)) for arm in arms.values())] for key in fields]
+    blocks.append(Table("All figures", ["", *arms], rows))
+    blocks += notes_of(data.get("notes"))
+    env = data["environment"]
+    command = str(data.get("command", env["command"]))
+    return Section(f"Smoothing, {len(arms)} settings", [result.name], blocks=blocks, command=command, facts=facts(env))
+
+
+def smooth_arms_verdicts(result: ResultFile) -> list[Verdict]:
+    found = []
+    for name, arm in result.data["arms"].items():
+        prefill, decode = arm.get("prefill_gain"), arm.get("decode_gain")
+        if prefill and decode:
+            text = f"{name}: prefill {prefill:.2f} times, decode at short context {decode:.2f} times as fast."
+            found.append(Verdict("good" if min(prefill, decode) > 1.05 else "plain", text, result.name))
+    return found
+
+
+def _is_figure(value: Any) -> bool:
+    return (isinstance(value, dict) and "median" in value) or (
+        isinstance(value, int | float) and not isinstance(value, bool)
+    )
+
+
+def _figure(value: Any) -> str:
+    return spread(value) if isinstance(value, dict) else number(value)
+
+
 def _by_block(sites: list[dict[str, Any]], field: str) -> list[Series]:
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for site in sites:
