@@ -131,7 +131,7 @@ class _TimedDecode(DecodeAttention):
         if replay.active and index in replay.chosen:
             view, selection = chosen_only(view, *replay.chosen[index]), None
         result = self._decode(query, view, spec, selection)
-        if selection is not None and spec.window is None:
+        if selection is not None and spec.most_visible is None:
             replay.chosen[index] = (result.pages, view.max_pages)
         return result
 
