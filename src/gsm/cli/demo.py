@@ -41,12 +41,12 @@ def demo_spec(quick: bool, threads: int | None = None) -> BenchSpec:
     from gsm.measure.bench import BenchSpec
 
     full = BenchSpec(
-        "demo", 3072, new_tokens=32, runs=2, num_windows=2, window_tokens=64, needles_per_depth=1, threads=threads,
+        "demo", 2560, new_tokens=32, runs=1, num_windows=2, window_tokens=64, needles_per_depth=1, threads=threads,
         unchunked=False, wait_s=5,
     )  # fmt: skip
     if quick:
         return replace(
-            full, prompt_tokens=1280, new_tokens=16, runs=1, arms=("transformers", "sparse"), num_windows=1,
+            full, prompt_tokens=1280, new_tokens=16, arms=("transformers", "sparse"), num_windows=1,
             window_tokens=32,
         )  # fmt: skip
     return full
