@@ -1,0 +1,115 @@
+"""`gsm serve`: the engine behind OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from gsm.cli.common import model_options
+
+if TYPE_CHECKING:
+    from gsm.config import GsmConfig
+    from gsm.serve.settings import ServeSettings
+
+
+@click.command(short_help="Serve a model through OpenAI's HTTP API.")
+@model_options
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--config", metavar="FILE", help="Config file, or a preset such as tiers or sparse.  [default: tiers]")
+@click.option("--model-name", help="Name that clients use.  [default: the model's own]")
+@click.option("--kv-memory-mib", type=float, help="Most KV memory.  [default: half of what is free]")
+@click.option("--max-running", type=click.IntRange(min=1), help="Choices that run at a time.  [default: 32]")
+@click.option("--max-waiting", type=click.IntRange(min=0), help="Requests that may wait; more get 429.  [default: 256]")
+@click.option("--draft-tokens", type=click.IntRange(0, 15), help="Guesses of prompt lookup per step.  [default: 0]")
+@click.option("--prefix-dir", metavar="DIR", help="Keep prefix pages here across restarts.")
+@click.option("--api-key-env", metavar="VARIABLE", help="Environment variable with API keys, separated by commas.")
+@click.option("--api-key-file", type=click.Path(path_type=Path), help="File with one API key a line.")
+@click.option("--max-body-mib", default=8.0, show_default=True)
+@click.option("--max-prompt-tokens", type=click.IntRange(min=1), help="Longest prompt.  [default: the model's window]")
+@click.option("--max-request-s", default=600.0, show_default=True, help="Longest time of one request.")
+def command(
+    model: str,
+    dtype: str,
+    threads: int | None,
+    device: str,
+    host: str,
+    port: int,
+    config: str | None,
+    model_name: str | None,
+    prefix_dir: str | None,
+    api_key_env: str | None,
+    api_key_file: Path | None,
+    max_body_mib: float,
+    max_prompt_tokens: int | None,
+    max_request_s: float,
+    kv_memory_mib: float | None,
+    max_running: int | None,
+    max_waiting: int | None,
+    draft_tokens: int | None,
+) -> None:
+    """Serve MODEL through OpenAI's HTTP API, with continuous batching and prefix reuse.
+
+    \b
+    gsm serve demo
+    gsm serve demo --config sparse --prefix-dir ~/.cache/gsm/prefix
+    """
+    limits = {
+        "kv_memory_mib": kv_memory_mib,
+        "max_running": max_running,
+        "max_waiting": max_waiting,
+        "draft_tokens": draft_tokens,
+    }
+    keys = _keys(api_key_env, api_key_file)
+    from gsm.models import load_model
+    from gsm.serve.run import serve
+    from gsm.serve.settings import ServeSettings
+
+    settings = _config(config, {name: value for name, value in limits.items() if value is not None})
+    click.echo(f"loading {model} ...", err=True)
+    loaded = load_model(model, dtype=dtype, threads=threads, device=device)
+    told = ServeSettings(model_name or loaded.name, keys, int(max_body_mib * 2**20), max_prompt_tokens, max_request_s)
+    _announce(told, settings, host, port)
+    serve(loaded, settings, told, host=host, port=port, prefix_dir=prefix_dir)
+
+
+def _keys(variable: str | None, file: Path | None) -> tuple[str, ...]:
+    from gsm.errors import ConfigError
+    from gsm.serve.settings import read_keys
+
+    keys: tuple[str, ...] = ()
+    if variable is not None:
+        if not os.environ.get(variable):
+            raise ConfigError(f"--api-key-env names {variable}, which is not set; export it first")
+        keys += read_keys(os.environ[variable].split(","))
+    if file is not None:
+        try:
+            keys += read_keys(file.read_text(encoding="utf-8").splitlines())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the key file {file} cannot be read: {error}") from None
+        if not keys:
+            raise ConfigError(f"the key file {file} holds no key; write one a line, or leave the option out")
+    return keys
+
+
+def _config(source: str | None, limits: dict[str, float]) -> GsmConfig:
+    """The config file or preset, with the limits of the command line laid over its engine section."""
+    from gsm.config import GsmConfig, load_config
+    from gsm.config.presets import PRESETS
+
+    base = load_config({"cache": {"preset": source}} if source in PRESETS else source)
+    if not limits:
+        return base
+    values = base.model_dump(exclude_unset=True)
+    return load_config({**values, "engine": {**values.get("engine", {}), **limits}}) if limits else GsmConfig()
+
+
+def _announce(told: ServeSettings, config: GsmConfig, host: str, port: int) -> None:
+    """Where it listens, and what everybody should know who opened it to a network."""
+    keys = f"{len(told.api_keys)} API keys" if told.api_keys else "no API key"
+    click.echo(f"serving {told.model_name} on http://{host}:{port} ({keys})", err=True)
+    if not told.api_keys and host not in ("127.0.0.1", "::1", "localhost"):
+        click.echo("warning: anybody who reaches this address may use it; set --api-key-env", err=True)

@@ -1,0 +1,80 @@
+"""From a loaded model to a listening server, and back in order."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import torch
+import uvicorn
+
+from gsm.config import GsmConfig
+from gsm.config.smoothing import SmoothingConfig
+from gsm.engine import Engine
+from gsm.errors import GsmError
+from gsm.models import LoadedModel
+from gsm.quality import load_thirds
+from gsm.quality.texts import encode
+from gsm.serve.app import Server, create_app
+from gsm.serve.settings import ServeSettings
+from gsm.smoothing import apply
+
+_SAMPLE_TOKENS = 512
+_KV_SHARE = 0.5  # of the memory that is free once the model is loaded
+
+
+def serve(
+    loaded: LoadedModel,
+    config: GsmConfig,
+    settings: ServeSettings,
+    *,
+    host: str,
+    port: int,
+    prefix_dir: str | Path | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM: then no new request is taken, running ones may finish for 30 seconds.
+
+    Raises what the engine raises at its start, or the error that killed its thread.
+    """
+    with ExitStack() as kept:
+        engine = kept.enter_context(open_engine(loaded, config, prefix_dir, kept))
+        server = Server(engine, settings)
+        options = uvicorn.Config(
+            create_app(server),
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=30,
+            timeout_keep_alive=30,
+        )
+        uvicorn.Server(options).run()
+        error = server.worker.error
+        if error is not None and not isinstance(error, GsmError):
+            raise GsmError(f"the engine stopped with {type(error).__name__}: {error}") from error
+
+
+def open_engine(loaded: LoadedModel, config: GsmConfig, prefix_dir: str | Path | None, kept: ExitStack) -> Engine:
+    """The engine of a config: smoothing and int8 are applied to the model for as long as `kept` is open."""
+    window = None
+    if config.smoothing.enable or config.smoothing.int8 != "off":
+        samples = calibration_samples(loaded, config.smoothing)
+        window = kept.enter_context(apply(loaded.model, config.smoothing, samples=samples)).window
+    return Engine(loaded, with_kv_memory(config), window=window, prefix_dir=prefix_dir)
+
+
+def calibration_samples(loaded: LoadedModel, smoothing: SmoothingConfig) -> torch.Tensor:
+    """Token ids [n, 512] of the calibration third of our text."""
+    ids = encode(loaded.tokenizer, load_thirds().part("calibration"))
+    most = min(smoothing.calibration_samples, len(ids) // _SAMPLE_TOKENS)
+    return ids[: most * _SAMPLE_TOKENS].view(most, _SAMPLE_TOKENS)
+
+
+def with_kv_memory(config: GsmConfig) -> GsmConfig:
+    """The config with a bound on KV memory: half of what is free, where it has none."""
+    if config.engine.kv_memory_mib is not None or config.engine.kv_pages is not None:
+        return config
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    engine = config.engine.model_copy(update={"kv_memory_mib": _KV_SHARE * free / 2**20})
+    return config.model_copy(update={"engine": engine})

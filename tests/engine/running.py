@@ -1,0 +1,86 @@
+"""Engines on tiny random models, and what comes out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from gsm.arch import describe
+from gsm.engine import Engine, SamplingParams, TokenEvent
+from gsm.models import LoadedModel
+
+# everything small, so that a few dozen tokens cross every border: pages of 4, hot zone of 8, chunks of 16
+CACHE: dict[str, Any] = {"page_size": 4, "hot_size": 8, "recent_tokens": 4, "sink_tokens": 2}
+ENGINE: dict[str, Any] = {"chunk_tokens": 16, "max_batch_tokens": 40, "max_running": 8}
+PLAIN = {"warm": {"codec": "none"}}
+SPARSE = {"sparse": {"enabled": True, "budget_tokens": 16}}
+
+
+def config(cache: dict[str, Any] | None = None, **engine: Any) -> dict[str, Any]:
+    return {"cache": {**CACHE, **(cache or {})}, "engine": {**ENGINE, **engine}}
+
+
+def load(model: PreTrainedModel) -> LoadedModel:
+    """A tiny model with a tokenizer that writes token 17 as " w17"."""
+    words = {f" w{i}": i for i in range(model.config.vocab_size)}
+    words_of = Tokenizer(models.WordLevel(words, unk_token=" w0"))
+    words_of.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_of)
+    return LoadedModel(model, tokenizer, "tiny", "tiny", describe(model.config))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 128, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@dataclass
+class Outcome:
+    """What the events of one choice add up to."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def take(self, event: TokenEvent) -> None:
+        self.token_ids += event.token_ids
+        self.text += event.text
+        self.logprobs += [t.logprob for t in event.logprobs]
+        assert self.finish_reason is None, "an event after the end"
+        self.finish_reason = event.finish_reason
+
+
+Outcomes = dict[tuple[str, int], Outcome]
+
+
+def drain(engine: Engine, between: Callable[[int], None] | None = None, most: int = 5000) -> Outcomes:
+    """Step until nothing is left; `between(step)` may add and cancel."""
+    found: Outcomes = {}
+    for step in range(most):
+        if between is not None:
+            between(step)
+        if not engine.has_work and (between is None or step > 200):
+            return found
+        for event in engine.step():
+            found.setdefault((event.request_id, event.index), Outcome()).take(event)
+    raise AssertionError("the engine did not come to an end")
+
+
+def solo(loaded: LoadedModel, settings: dict[str, Any], ids: list[int], sampling: SamplingParams) -> Outcome:
+    """The request alone in an engine of its own, without prefix reuse and drafts."""
+    alone = {**settings, "engine": {**settings["engine"], "prefix_cache": False, "draft_tokens": 0, "kv_pages": None}}
+    with Engine(loaded, alone) as engine:
+        engine.add("solo", list(ids), sampling)
+        return drain(engine)["solo", 0]
+
+
+def used_pages(engine: Engine) -> int:
+    """Pages in use that the prefix index does not hold; proves integrity on the way."""
+    engine.manager.check_integrity()
+    held = sum(len(node.ids[0]) for node in engine.prefix.nodes.values()) if engine.prefix is not None else 0
+    return sum(group.pages.num_used for group in engine.manager.groups) - held

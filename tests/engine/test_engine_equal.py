@@ -1,0 +1,164 @@
+"""Whatever runs beside a request, and in whatever order it came: the answer is the one it gets alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from running import PLAIN, SPARSE, Outcome, config, drain, load, prompt, solo, used_pages
+
+from gsm.config import SparseConfig
+from gsm.engine import Engine, SamplingParams
+from gsm.models import LoadedModel
+from gsm.smoothing import apply
+
+ARMS: dict[str, dict[str, Any]] = {
+    "full": config(PLAIN),
+    "int8": config(),
+    "sparse": config(SPARSE),
+    "int4 sparse": config({**SPARSE, "page_size": 8, "hot_size": 16, "warm": {"codec": "int4"}}),
+}
+LENGTHS = (1, 3, 16, 17, 30, 47, 64, 75)
+NEW = SamplingParams(max_tokens=20, logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Any) -> LoadedModel:
+    return load(tiny_model("llama"))
+
+
+def assert_same(ours: Outcome, alone: Outcome) -> None:
+    assert ours.token_ids == alone.token_ids
+    assert ours.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    assert (ours.text, ours.finish_reason) == (alone.text, alone.finish_reason)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_arrival_equals_solo(arm: str, seed: int, tiny: LoadedModel) -> None:
+    order = random.Random(seed)
+    arrivals = {f"r{i}": (order.randrange(12), prompt(n, seed=i)) for i, n in enumerate(LENGTHS)}
+    settings = ARMS[arm]
+    with Engine(tiny, {**settings, "engine": {**settings["engine"], "prefix_cache": False}}) as engine:
+
+        def add(step: int) -> None:
+            for name, (when, ids) in arrivals.items():
+                if when == step:
+                    engine.add(name, ids, NEW)
+
+        found = drain(engine, add)
+        assert used_pages(engine) == 0
+    for name, (_, ids) in arrivals.items():
+        assert_same(found[name, 0], solo(tiny, settings, ids, NEW))
+
+
+def test_greedy_equals_plain_transformers(tiny: LoadedModel) -> None:
+    ids = prompt(45)
+    plain = tiny.model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, 45:].tolist()
+    assert solo(tiny, ARMS["full"], ids, NEW).token_ids == plain
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "gpt_neox", "deepseek_v3", "gpt_oss"])
+def test_packed_rows_of_other_families(family: str, tiny_model: Any) -> None:
+    loaded = load(tiny_model(family))
+    prompts = {f"r{n}": prompt(n, seed=n) for n in (5, 40, 21)}
+    with Engine(loaded, config(PLAIN)) as engine:
+        for name, ids in prompts.items():
+            engine.add(name, ids, NEW)
+        found = drain(engine)
+    for name, ids in prompts.items():
+        plain = loaded.model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :]
+        assert found[name, 0].token_ids == plain.tolist()
+
+
+@pytest.mark.parametrize("arm", ["full", "int8", "sparse"])
+def test_six_requests_in_a_pool_for_two(arm: str, tiny: LoadedModel) -> None:
+    settings = ARMS[arm]  # CASES D3; preempted requests compute anew what they had
+    prompts = {f"r{i}": prompt(40, seed=i) for i in range(6)}
+    with Engine(tiny, {**settings, "engine": {**settings["engine"], "kv_pages": 32}}) as engine:
+        for name, ids in prompts.items():
+            engine.add(name, ids, SamplingParams(max_tokens=30, logprobs=0))
+        found = drain(engine)
+        assert used_pages(engine) == 0
+        assert engine.stats.num_preemptions > 0
+    for name, ids in prompts.items():
+        assert_same(found[name, 0], solo(tiny, settings, ids, SamplingParams(max_tokens=30, logprobs=0)))
+
+
+@pytest.mark.parametrize("arm", ["full", "int8", "sparse"])
+def test_drafts_change_nothing(arm: str, tiny: LoadedModel) -> None:
+    settings = ARMS[arm]  # CASES D7: tiny models repeat themselves, so that guesses are sometimes right
+    sampling = SamplingParams(max_tokens=60)
+    with Engine(tiny, {**settings, "engine": {**settings["engine"], "draft_tokens": 6}}) as engine:
+        prompts = {f"r{i}": prompt(11, seed=i) * 3 for i in range(4)}
+        for name, ids in prompts.items():
+            engine.add(name, list(ids), sampling)
+        found = drain(engine)
+        assert used_pages(engine) == 0
+        assert engine.stats.num_draft_tokens > engine.stats.num_accepted_tokens > 0
+    for name, ids in prompts.items():
+        assert found[name, 0].token_ids == solo(tiny, settings, ids, sampling).token_ids
+
+
+def test_settings_of_one_request(tiny: LoadedModel) -> None:
+    ids = prompt(75)
+    narrow = SparseConfig(enabled=True, budget_tokens=16)
+    with Engine(tiny, config(PLAIN)) as engine:
+        engine.add("dense", list(ids), NEW, salt="a")
+        engine.add("sparse", list(ids), NEW, sparse=narrow, salt="b")
+        found = drain(engine)
+    assert_same(found["dense", 0], solo(tiny, config(PLAIN), ids, NEW))
+    assert_same(found["sparse", 0], solo(tiny, config({**PLAIN, **SPARSE}), ids, NEW))
+
+
+def test_choices_share_the_prompt_and_differ_by_seed(tiny: LoadedModel) -> None:
+    sampling = SamplingParams(max_tokens=12, n=3, temperature=1.5, seed=5)
+    with Engine(tiny, config()) as engine:
+        engine.add("one", prompt(30), sampling)
+        engine.add("other", prompt(9, seed=1), SamplingParams(max_tokens=40))
+        first = drain(engine)
+        assert engine.stats.num_prompt_tokens == 39
+        assert used_pages(engine) == 0
+        engine.add("one", prompt(30), sampling)
+        second = drain(engine)
+    texts = [first["one", i].text for i in range(3)]
+    assert len(set(texts)) == 3
+    assert texts == [second["one", i].text for i in range(3)]
+
+
+@pytest.mark.parametrize("kv_pages", [None, 24])
+def test_smoothing_windows_follow_their_requests(kv_pages: int | None, tiny_model: Any) -> None:
+    loaded = load(tiny_model("llama"))
+    smoothing = {
+        "enable": True,
+        "method": "window",
+        "window_size": 4,
+        "smooth_strength": 0.3,
+        "target_layers": ["model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"],
+        "short_request": {"max_tokens": 24, "action": "off"},
+    }
+    settings = {**config(PLAIN), "smoothing": smoothing}
+    prompts = {f"r{n}": prompt(n, seed=n) for n in (2, 20, 33, 41)}
+    samples = torch.tensor([prompt(32, seed=s) for s in range(4)])
+    with apply(loaded.model, settings, samples=samples) as applied:
+
+        def run(names: list[str], pages: int | None, drafts: int) -> dict[str, Outcome]:
+            merged = {**settings["engine"], "kv_pages": pages, "draft_tokens": drafts}
+            with Engine(loaded, {**settings, "engine": merged}, window=applied.window) as engine:
+                for name in names:
+                    engine.add(name, list(prompts[name]), SamplingParams(max_tokens=18, logprobs=0))
+                engine.add("gone", prompt(30, seed=9), NEW)
+                found = drain(engine, lambda step: engine.cancel("gone") if step == 3 else None)
+                assert applied.window is not None
+                assert applied.window.state.num_requests == 0
+            return {name: found[name, 0] for name in names}
+
+        together = run(list(prompts), kv_pages, 0)
+        drafted = run(list(prompts), kv_pages, 4)
+        for name in prompts:
+            alone = run([name], None, 0)[name]
+            assert together[name].token_ids == alone.token_ids
+            assert together[name].logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+            assert drafted[name].token_ids == alone.token_ids
