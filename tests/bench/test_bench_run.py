@@ -26,7 +26,7 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_speed_memory_and_quality_side_by_side(tiny_directory: str) -> None:
     spec = BenchSpec(
         tiny_directory, 160, new_tokens=4, runs=2, batch_size=2, num_windows=2, needles_per_depth=1, chunk_tokens=64,
-        arms=("transformers", "full"), wait_s=0, threads=1,
+        arms=("transformers", "full"), wait_s=0, threads=1, profile=True,
     )  # fmt: skip
     result = bench(spec)
     assert [arm.name for arm in result.arms] == ["transformers", "full"]
@@ -39,6 +39,9 @@ def test_speed_memory_and_quality_side_by_side(tiny_directory: str) -> None:
         assert arm.quality.n_windows == 2
         assert arm.quality.n_needles == 3
         assert arm.bound.kv_read_bytes <= arm.kv_bytes
+        assert arm.profile.context_tokens == 160
+        assert arm.profile.parts_ms["linear"] > 0
+        assert arm.profile.sum_ms == pytest.approx(sum(arm.profile.parts_ms.values()))
         assert arm.config is None if arm.name == "transformers" else arm.config["cache"]["page_size"] == 16
     plain, full = result.arms
     assert plain.peak_rss_bytes is not None
@@ -165,3 +168,8 @@ def test_errors_and_the_end_of_a_process_are_told_in_one_sentence(tiny_directory
 def test_errors_of_the_process_keep_their_kind(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="missing"):
         WorkerProcess(BenchSpec(str(tmp_path / "missing"), 32, **NO_QUALITY).job("transformers"))
+
+
+def test_a_profile_that_leaves_the_window_is_refused_at_once(tiny_directory: str) -> None:
+    with pytest.raises(InputError, match="a profile decodes 176 tokens after the prompt"):
+        bench(BenchSpec(tiny_directory, 900, new_tokens=4, profile=True, **NO_QUALITY))

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from gsm.errors import InputError
 from gsm.measure.bench.arms import PLAIN, ArmSpec, make_arm, resolve_arms
 from gsm.measure.bench.machine import NOISY_SHARE, CpuMeter, benchmark_lock, wait_for_quiet
 from gsm.measure.bench.process import WorkerProcess
 from gsm.measure.bench.record import ArmRecord
 from gsm.measure.bench.spec import BenchSpec
+from gsm.measure.profile import MAX_STEPS
 from gsm.models import load_model
 from gsm.quality import Assessment, PlainArm, Progress, QualityPlan, encode, load_thirds, no_progress
 from gsm.results import BenchResult, Environment, Profile, Quality, Workload, collect_environment, load_average
@@ -124,7 +126,13 @@ class _Bench:
         self.ready = worker.ready
         known = {name: worker.ready[name] for name in ("model", "dtype", "device", "threads")}
         self.environment = collect_environment(**known)
-        quality_plan(self.spec, worker.ready["max_positions"])  # what cannot work is refused before anything is timed
+        window = worker.ready["max_positions"]
+        quality_plan(self.spec, window)  # what cannot work is refused before anything is timed
+        if self.spec.profile and 0 < window < self.spec.prompt_tokens + MAX_STEPS:
+            raise InputError(
+                f"a profile decodes {MAX_STEPS} tokens after the prompt, but the model was trained for {window} "
+                f"positions; use a prompt of at most {max(0, window - MAX_STEPS)} tokens"
+            )
 
     def _all_fit(self, first: WorkerProcess) -> bool:
         needed = (len(self.arms) - 1) * first.ready["model_bytes"] * _MEMORY_MARGIN

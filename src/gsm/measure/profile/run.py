@@ -41,7 +41,11 @@ class Blocks:
         return by_label
 
 
-def profile_session(session: ModelSession, token: torch.Tensor, num_rounds: int = 3) -> Profile:
+NUM_ROUNDS = 3
+MAX_STEPS = BLOCK_STEPS * (2 + 3 * NUM_ROUNDS)  # how far past its prompt a profile decodes
+
+
+def profile_session(session: ModelSession, token: torch.Tensor, num_rounds: int = NUM_ROUNDS) -> Profile:
     """Decode greedily from ``token`` [batch, 1] on a prefilled ``session`` and say where the time goes.
 
     Every round takes a plain and a timed block of 16 steps, with sparse attention one more; two blocks before them are
