@@ -36,7 +36,7 @@ def make_case(
     page_size: int = 16,
     codec: str = "int8",
     hot_size: int = 40,
-    scorer: str = "mean_sigma",
+    scorer: str = "clusters",
     dropped: float = 0.0,
     chilled: float = 0.0,
     poison: bool = True,

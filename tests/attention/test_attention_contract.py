@@ -83,7 +83,7 @@ def test_cold_pages_in_int4(kernel: DecodeAttention, dropped: float) -> None:
     check(kernel, case, SPEC, selection_for(case, 6, 4, 3))
 
 
-@pytest.mark.parametrize("scorer", ["mean_sigma", "minmax"])
+@pytest.mark.parametrize("scorer", ["clusters", "anchor", "mean_sigma", "minmax"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("dropped", [0.0, 0.6])
 @pytest.mark.parametrize("budgets", [(4, 4, 4), (7, 5, 3), (99, 99, 99)], ids=str)

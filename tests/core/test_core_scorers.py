@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gsm.core.scorers import Anchor, MeanSigma, MinMax, Scorer, Summary, make_scorer
+from gsm.core.scorers import Anchor, Clusters, ClusterSummary, MeanSigma, MinMax, Scorer, Summary, make_scorer
 
 B, H, G, P, PAGE, D = 2, 3, 4, 5, 8, 16
 
@@ -93,3 +93,52 @@ def test_the_configuration_names_a_scorer() -> None:
     scorer = make_scorer("mean_sigma", 2.5)
     assert isinstance(scorer, MeanSigma)
     assert scorer.sigma == 2.5
+
+
+def test_clusters_estimate_the_share_of_attention() -> None:
+    keys, query = _keys_and_query(6)
+    query = query / D**0.5
+    scorer = Clusters(1.0)
+    summary = scorer.summarise(keys.flatten(0, 2))
+    pages = ClusterSummary(*(field.unflatten(0, (B, H, P)) for field in summary))
+    assert (pages.size.sum(-1) == PAGE).all()
+    # centers times sizes is the sum of the keys, whatever the clusters are
+    torch.testing.assert_close((pages.center * pages.size.unsqueeze(-1)).sum(-2), keys.sum(-2), atol=1e-4, rtol=1e-4)
+    scores = scorer.score(query, pages, torch.ones(B, H, P, dtype=torch.bool), PAGE)
+    for b in range(B):
+        for h in range(H):
+            shares = torch.zeros(P).double()
+            for q in query[b, h].double():
+                logits = pages.center[b, h].double() @ q + q.norm() * pages.radius[b, h].double()
+                shares += (pages.size[b, h].double() * logits.exp()).sum(-1).log().softmax(0)
+            torch.testing.assert_close(scores[b, h].double(), shares, atol=1e-4, rtol=1e-4)
+
+
+def test_clusters_find_separate_groups_exactly() -> None:
+    centers = torch.eye(D)[:4] * 10
+    keys = centers.repeat_interleave(2, 0)[torch.randperm(PAGE, generator=torch.Generator().manual_seed(0))]
+    summary = Clusters().summarise(keys.unsqueeze(0))
+    assert summary.size.flatten().tolist() == [2.0] * 4
+    assert summary.radius.abs().max() == 0
+    assert {tuple(row) for row in summary.center[0].tolist()} == {tuple(row) for row in centers.tolist()}
+
+
+@pytest.mark.parametrize("dim", [16, 15])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_clusters_survive_storage_and_small_pages(dim: int, page_size: int) -> None:
+    keys = torch.randn(5, page_size, dim, generator=torch.Generator().manual_seed(1))
+    scorer = Clusters()
+    summary = scorer.summarise(keys)
+    stored = scorer.encode(summary)
+    for name, (shape, dtype) in scorer.fields(dim).items():
+        assert stored[name].shape == (5, *shape)
+        assert stored[name].dtype == dtype
+    restored = scorer.decode(stored)
+    step = summary.center.abs().amax(-1, keepdim=True) / 7
+    assert ((restored.center[..., :dim] - summary.center).abs() <= 0.51 * step + 1e-6).all()
+    assert torch.equal(restored.size, summary.size)
+    query = torch.randn(1, 1, 2, dim)
+    pages = ClusterSummary(*(field.unflatten(0, (1, 1, 5)) for field in restored))
+    scores = scorer.score(query, pages, torch.ones(1, 1, 5, dtype=torch.bool), page_size)
+    assert scores.isfinite().all()
+    assert scores.sum() == pytest.approx(2.0, rel=1e-5)  # shares of two query heads

@@ -14,10 +14,17 @@ from gsm.attention import numba_kernels as kernels
 from gsm.attention.base import DecodeAttention, DecodeResult, check_query
 from gsm.attention.torch_ops import TorchAttention
 from gsm.core.codec import Fields
+from gsm.core.scorers import NUM_CLUSTERS
 from gsm.core.team import run_team
-from gsm.core.view import SUMMARY_FIELDS, AttentionSpec, KVView, Selection
+from gsm.core.view import AttentionSpec, KVView, Selection
 
-_MODES = {"anchor": kernels.ANCHOR, "mean_sigma": kernels.MEAN_SIGMA, "minmax": kernels.MINMAX}
+_MODES = {
+    "clusters": kernels.CLUSTERS,
+    "anchor": kernels.ANCHOR,
+    "mean_sigma": kernels.MEAN_SIGMA,
+    "minmax": kernels.MINMAX,
+}
+_PARTS = {"clusters": NUM_CLUSTERS, "anchor": 2}  # logits that make up a page's score; 1 elsewhere
 _CODECS = {"none": kernels.NONE, "int8": kernels.INT8, "int4": kernels.INT4}
 
 
@@ -74,6 +81,7 @@ class _Plan:
             width=width,
             num_chunks=num_chunks,
             mode=_MODES[view.scorer.name] if selection is not None else kernels.ALL,
+            num_parts=_PARTS.get(view.scorer.name, 1),
             num_sinks=selection.num_sink_pages if selection is not None else 0,
             recent_tokens=selection.recent_tokens if selection is not None else 0,
             sigma=view.scorer.sigma,
@@ -108,11 +116,11 @@ class _Plan:
             self.block[name] = value
 
     def _make_room(self, num_streams: int, group: int, num_chunks: int, width: int) -> None:
-        v_dim, max_pages = (int(self.block[name][0]) for name in ("v_dim", "max_pages"))
+        v_dim, max_pages, num_parts = (int(self.block[name][0]) for name in ("v_dim", "max_pages", "num_parts"))
         items = num_streams * num_chunks
         self.start = np.array([0] + [num_chunks] * 2 * num_streams, np.int64)
         self.counters = self.start.copy()
-        scores = num_streams * 2 * group * max_pages if self.selection is not None else 1
+        scores = num_streams * num_parts * group * max_pages if self.selection is not None else 1
         floats = {"scores": scores, "partial": items * group * v_dim, "state": items * group * 2}
         floats["sums"] = num_streams * group * width
         self.work = {name: torch.empty(size) for name, size in floats.items()}
@@ -143,7 +151,7 @@ def _num_chunks(num_streams: int) -> int:
 def _addresses(view: KVView) -> dict[str, int]:
     """Where records and pools lie."""
     records, warm = view.records, view.warm if view.warm is not None else {}
-    found = {name: records[name].data_ptr() for name in SUMMARY_FIELDS}
+    found = {name: records[name].data_ptr() for name in view.scorer.fields(view.hot["k"].shape[-1])}
     found |= {"hot_row": records["hot"].data_ptr(), "warm_row": records["warm"].data_ptr()}
     found |= {f"hot_{name}": view.hot[name].data_ptr() for name in ("k", "v")}
     found |= {f"warm_{name}": warm[name].data_ptr() for name in ("k", "v") if name in warm}

@@ -24,7 +24,7 @@ from numba import carray, types
 from gsm.core.team import add_to, pointer, prefetch
 
 # How pages are chosen, and how warm pages are stored: plain integers, as numba wants them.
-ALL, ANCHOR, MEAN_SIGMA, MINMAX = 0, 1, 2, 3
+ALL, ANCHOR, MEAN_SIGMA, MINMAX, CLUSTERS = 0, 1, 2, 3, 4
 NONE, INT8, INT4 = 0, 1, 2
 LOWEST = np.float32(-1e30)  # stands for -inf, which fastmath may not meet
 
@@ -34,10 +34,19 @@ _helper = numba.njit(fastmath=_FAST, cache=True, nogil=True, error_model="numpy"
 
 # What a call is told, as one record: sizes, flags and the addresses of arrays (shapes in the comments).
 _SIZES = ("batch", "num_kv_heads", "group", "k_dim", "v_dim", "page_size", "max_pages", "width", "num_chunks")
-_FLAGS = ("mode", "num_sinks", "recent_tokens", "codec", "is_bfloat16")
+_FLAGS = ("mode", "num_parts", "num_sinks", "recent_tokens", "codec", "is_bfloat16")
 _CODES = ("k_bytes", "v_bytes", "k_scales", "v_scales", "v_groups")  # per warm page: rows of `warm_*`, `*_scale`
 _INDEX = ("slots", "seq_lens", "budgets", "table", "table_slot_stride", "table_head_stride")  # int64 [B], int32 table
-_RECORDS = ("hot_row", "warm_row", "center", "center_scale", "detail", "detail_scale", "radius")  # [records, ...]
+_RECORDS = (
+    "hot_row",
+    "warm_row",
+    "center",
+    "center_scale",
+    "detail",
+    "detail_scale",
+    "radius",
+    "size",
+)  # [records, ...]
 _POOLS = ("hot_k", "hot_v", "warm_k", "warm_v", "k_scale", "k_offset", "v_scale", "v_offset")  # [units, ...]
 _WORK = ("counters", "scores", "counts", "partial", "state", "sums")  # scratch
 _RESULT = ("query", "out", "pages", "mass")  # [B, Hq, k_dim], [B, Hq, v_dim], [B, H, width] int64, the same float32
@@ -173,12 +182,13 @@ def _table_row(a, stream):
 
 @_helper
 def _score_pages(a, query, table, first, last, scores):
-    """Raw scores `[2, G, pages]` of pages [first, last) of a stream; `query [G, d]` is scaled.
+    """Raw scores `[parts, G, pages]` of pages [first, last) of a stream; `query [G, d]` is scaled.
 
-    anchor: logit of the bulk of the page, logit of the anchor. Others: the score, nothing.
+    anchor: logits of the bulk of the page and of the anchor. Others: the score.
     """
     num_heads, dim = query.shape
     mode, sigma = a.mode, a.sigma
+    log_page_size = np.float32(math.log(a.page_size))
     weighted = np.empty((num_heads, dim), np.float32)  # what `detail` is multiplied with
     norms = np.zeros(num_heads, np.float32)
     for g in range(num_heads):
@@ -192,9 +202,7 @@ def _score_pages(a, query, table, first, last, scores):
     for p in range(first, last):
         page_id = table[p]
         if page_id < 0:
-            for g in range(num_heads):
-                scores[0, g, p] = LOWEST
-                scores[1, g, p] = LOWEST
+            scores[:, :, p] = LOWEST
             continue
         center, detail = _int8(a.center + page_id * dim, (dim,)), _int8(a.detail + page_id * dim, (dim,))
         c_scale = _half(_uint16(a.center_scale + 2 * page_id, (1,))[0])
@@ -214,7 +222,7 @@ def _score_pages(a, query, table, first, last, scores):
                 dot_c += query[g, d] * row_c[d]
                 dot_d += weighted[g, d] * row_d[d]
             if mode == ANCHOR:
-                scores[0, g, p] = dot_c * c_scale + spread * norms[g]
+                scores[0, g, p] = dot_c * c_scale + spread * norms[g] + log_page_size
                 scores[1, g, p] = dot_d * d_scale
             elif mode == MEAN_SIGMA:
                 scores[0, g, p] = dot_c * c_scale + sigma * np.sqrt(dot_d) * d_scale
@@ -223,22 +231,62 @@ def _score_pages(a, query, table, first, last, scores):
 
 
 @_helper
-def _join_group(mode, page_size, scores, num_known, joined):
-    """One score per page, into `joined [pages]`: the summed shares of the query heads (anchor) or the best head."""
+def _score_clusters(a, query, table, first, last, scores):
+    """The same for `clusters`: logits `[clusters, G, pages]` of every center, its spread and its size included."""
+    num_heads, dim = query.shape
+    half_dim, clusters = (dim + 1) // 2, a.num_parts
+    even = np.zeros((num_heads, 2 * half_dim), np.float32)
+    norms = np.zeros(num_heads, np.float32)
+    for g in range(num_heads):
+        for d in range(dim):
+            even[g, d] = query[g, d]
+            norms[g] += query[g, d] * query[g, d]
+        norms[g] = np.sqrt(norms[g]) * a.sigma
+    row = np.empty(2 * half_dim, np.float32)
+    for p in range(first, last):
+        page_id = table[p]
+        if page_id < 0:
+            scores[:, :, p] = LOWEST
+            continue
+        codes = _int8(a.center + page_id * clusters * half_dim, (clusters, half_dim))
+        scales = _uint16(a.center_scale + 2 * page_id * clusters, (clusters,))
+        radius = _uint16(a.radius + 2 * page_id * clusters, (clusters,))
+        sizes = _uint16(a.size + 2 * page_id * clusters, (clusters,))
+        for c in range(clusters):
+            for i in range(half_dim):
+                byte = np.uint8(codes[c, i])
+                row[i] = np.float32(byte & np.uint8(15)) - np.float32(8)
+                row[half_dim + i] = np.float32(byte >> np.uint8(4)) - np.float32(8)
+            scale, spread, size = _half(scales[c]), _half(radius[c]), _half(sizes[c])
+            log_size = np.float32(math.log(size)) if size > np.float32(0) else LOWEST
+            for g in range(num_heads):
+                dot = np.float32(0)
+                for d in range(row.shape[0]):
+                    dot += even[g, d] * row[d]
+                scores[c, g, p] = max(dot * scale + spread * norms[g] + log_size, LOWEST)
+
+
+@_helper
+def _join_group(mode, scores, num_known, joined):
+    """One score per page, into `joined [pages]`: the summed shares of the query heads, or the best head's score."""
+    num_parts, num_heads, _ = scores.shape
+    shares = mode in (ANCHOR, CLUSTERS)
     for p in range(num_known):
-        joined[p] = np.float32(0) if mode == ANCHOR else LOWEST
-    for g in range(scores.shape[1]):
-        if mode != ANCHOR:
+        joined[p] = np.float32(0) if shares else LOWEST
+    for g in range(num_heads):
+        if not shares:
             for p in range(num_known):
                 joined[p] = max(joined[p], scores[0, g, p])
             continue
         top = LOWEST
-        for p in range(num_known):
-            top = max(top, max(scores[0, g, p], scores[1, g, p]))
+        for part in range(num_parts):
+            for p in range(num_known):
+                top = max(top, scores[part, g, p])
         total = np.float32(0)
-        size = np.float32(page_size)
         for p in range(num_known):
-            share = size * _exp(scores[0, g, p] - top) + _exp(scores[1, g, p] - top)
+            share = np.float32(0)
+            for part in range(num_parts):
+                share += _exp(scores[part, g, p] - top)
             scores[0, g, p] = share
             total += share
         inverse = np.float32(1) / max(total, np.float32(1e-30))
@@ -423,11 +471,20 @@ def _attend_pages(a, query, length, table, pages, out, page_sum, state):
 
 
 @_helper
+def _scores(a, stream):
+    """Raw scores of a stream, `[parts, G, pages]`."""
+    size = a.num_parts * a.group * a.max_pages
+    return _float32(a.scores + 4 * stream * size, (a.num_parts, a.group, a.max_pages))
+
+
+@_helper
 def _score_item(a, stream, chunk):
     known = (_seq_len(a, stream) - 1) // a.page_size  # pages of earlier steps have summaries
-    scores = _float32(a.scores + 4 * stream * 2 * a.group * a.max_pages, (2, a.group, a.max_pages))
     first, last = known * chunk // a.num_chunks, known * (chunk + 1) // a.num_chunks
-    _score_pages(a, _heads(a, stream), _table_row(a, stream), first, last, scores)
+    if a.mode == CLUSTERS:
+        _score_clusters(a, _heads(a, stream), _table_row(a, stream), first, last, _scores(a, stream))
+    else:
+        _score_pages(a, _heads(a, stream), _table_row(a, stream), first, last, _scores(a, stream))
 
 
 @_helper
@@ -438,8 +495,7 @@ def _choose_item(a, stream):
     joined = np.empty(num_pages, np.float32)
     first_recent = np.int64(0)
     if a.mode != ALL:
-        scores = _float32(a.scores + 4 * stream * 2 * a.group * a.max_pages, (2, a.group, a.max_pages))
-        _join_group(a.mode, a.page_size, scores, known, joined)
+        _join_group(a.mode, _scores(a, stream), known, joined)
         first_recent = max(np.int64(0), length - a.recent_tokens) // a.page_size
     budget = _int64(a.budgets, (a.batch,))[stream // a.num_kv_heads]
     pages = _int64(a.pages + 8 * stream * a.width, (a.width,))

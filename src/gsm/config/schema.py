@@ -16,7 +16,7 @@ from gsm.config.smoothing import SmoothingConfig
 
 CodecName = Literal["none", "int8", "int4"]
 PolicyName = Literal["keep_all", "recent", "threshold", "budget"]
-ScorerName = Literal["anchor", "mean_sigma", "minmax"]
+ScorerName = Literal["clusters", "anchor", "mean_sigma", "minmax"]
 MIN_INT4_PAGE = 8  # tokens; below it int4 with its scales is larger than int8
 BackendName = Literal["auto", "reference", "torch", "numba"]
 
@@ -38,8 +38,8 @@ class SparseConfig(Section):
     enabled: bool = False
     budget_tokens: int | None = Field(default=None, ge=1)
     budget_fraction: float | None = Field(default=None, gt=0.0, le=1.0)
-    scorer: ScorerName = "anchor"
-    sigma: float = Field(default=2.5, ge=0.0, description="weight c of the spread in the scores (anchor, mean_sigma)")
+    scorer: ScorerName = "clusters"
+    sigma: float = Field(default=2.5, ge=0.0, description="weight c of the spread in the scores (not minmax)")
 
     @model_validator(mode="after")
     def _one_budget(self) -> SparseConfig:
@@ -79,6 +79,7 @@ class CacheConfig(Section):
     warm: WarmConfig = WarmConfig()
     cold: Literal["keep", "drop", "int4"] = "keep"
     sparse: SparseConfig = SparseConfig()
+    positions: Literal["logical", "compact"] = "logical"
     prefill_chunk_tokens: int | None = Field(default=1024, ge=1)
     backend: BackendName = "auto"
 
@@ -131,6 +132,11 @@ class CacheConfig(Section):
             )
         if self.policy == "recent" and self.cold == "int4":
             raise ValueError("policy 'recent' calls every older page cold; set warm.codec: int4 instead of cold: int4")
+        if self.positions == "compact" and self.cold != "drop":
+            raise ValueError(
+                "positions: compact closes the gaps of dropped tokens, but nothing is dropped under cold: "
+                f"{self.cold}; set cold: drop with policy: recent"
+            )
         if self.policy == "keep_all" and self.cold != "keep":
             raise ValueError(f"policy 'keep_all' never makes a page cold; cold: {self.cold} has no effect")
 

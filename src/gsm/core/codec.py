@@ -84,7 +84,7 @@ class Int8Codec(Codec):
 
 
 class Int4Codec(Codec):
-    """Asymmetric int4, two codes per byte (see `_pack`).
+    """Asymmetric int4, two codes per byte (see `pack_nibbles`).
 
     K has one scale and offset per channel over the page; V one per token and group of `V_GROUP` channels.
     """
@@ -108,8 +108,8 @@ class Int4Codec(Codec):
         grouped = v.float().unflatten(-1, (v.shape[-1] // group, group))
         v_codes, v_scale, v_offset = _quantise_asymmetric(grouped, dim=-1)
         return {
-            "k": _pack(k_codes),
-            "v": _pack(v_codes.flatten(-2)),
+            "k": pack_nibbles(k_codes),
+            "v": pack_nibbles(v_codes.flatten(-2)),
             "k_scale": k_scale.squeeze(1),
             "k_offset": k_offset.squeeze(1),
             "v_scale": v_scale.squeeze(-1),
@@ -117,9 +117,11 @@ class Int4Codec(Codec):
         }
 
     def decode(self, fields: Fields, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        k = _unpack(fields["k"]) * fields["k_scale"].float().unsqueeze(1) + fields["k_offset"].float().unsqueeze(1)
+        k = unpack_nibbles(fields["k"]) * fields["k_scale"].float().unsqueeze(1) + fields["k_offset"].float().unsqueeze(
+            1
+        )
         num_groups = fields["v_scale"].shape[-1]
-        v = _unpack(fields["v"])
+        v = unpack_nibbles(fields["v"])
         v = v.unflatten(-1, (num_groups, v.shape[-1] // max(1, num_groups)))
         v = v * fields["v_scale"].float().unsqueeze(-1) + fields["v_offset"].float().unsqueeze(-1)
         return k.to(dtype), v.flatten(-2).to(dtype)
@@ -130,12 +132,15 @@ def v_group(v_dim: int) -> int:
     return V_GROUP if v_dim % V_GROUP == 0 else v_dim
 
 
-def quantise_symmetric(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes of `x [..., d]` and float16 scales `[...]`. Quantising a decoded result again changes nothing."""
+def quantise_symmetric(x: Tensor, levels: int = 127) -> tuple[Tensor, Tensor]:
+    """Codes -levels..levels (int8) of `x [..., d]` and float16 scales `[...]`.
+
+    Quantising a decoded result again changes nothing.
+    """
     x = x.float()
     peak = x.abs().amax(dim=-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])  # latent attention stores no V
-    scale = (peak / 127.0).clamp(_SMALLEST_SCALE, 65504.0).to(torch.float16)
-    codes = (x / scale.float().unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
+    scale = (peak / levels).clamp(_SMALLEST_SCALE, 65504.0).to(torch.float16)
+    codes = (x / scale.float().unsqueeze(-1)).round_().clamp_(-levels, levels).to(torch.int8)
     return codes, scale
 
 
@@ -147,13 +152,13 @@ def _quantise_asymmetric(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes, scale, low
 
 
-def _pack(codes: Tensor) -> Tensor:
+def pack_nibbles(codes: Tensor) -> Tensor:
     """Channel i in the low half of byte i, channel i + d/2 in the high half: kernels unpack both as whole vectors."""
     half = codes.shape[-1] // 2
     return codes[..., :half] | (codes[..., half:] << 4)
 
 
-def _unpack(packed: Tensor) -> Tensor:
+def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.cat((packed & 15, packed >> 4), dim=-1).float()
 
 

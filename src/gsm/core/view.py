@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gsm.core.codec import CODECS, Codec, Fields
-from gsm.core.scorers import Scorer, Summary
+from gsm.core.scorers import Scorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +124,7 @@ class KVView:
         rows = self.records[tier][ids[where]].long()
         k[where], v[where] = codec.decode({name: field[rows] for name, field in fields.items()}, k.dtype)
 
-    def summaries(self, ids: Tensor) -> Summary:
+    def summaries(self, ids: Tensor) -> Any:
         """Summaries `[...]` of pages `ids [...]` (any value where the id is negative or the page is not complete)."""
-        rows = {name: self.records[name][ids.clamp_min(0)] for name in SUMMARY_FIELDS}
-        return Summary(
-            rows["center"].float() * rows["center_scale"].float().unsqueeze(-1),
-            rows["detail"].float() * rows["detail_scale"].float().unsqueeze(-1),
-            rows["radius"].float(),
-        )
-
-
-SUMMARY_FIELDS = ("center", "center_scale", "detail", "detail_scale", "radius")
+        names = self.scorer.fields(self.hot["k"].shape[-1])
+        return self.scorer.decode({name: self.records[name][ids.clamp_min(0)] for name in names})

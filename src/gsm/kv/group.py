@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gsm.core.codec import CODECS, FieldSpec, quantise_symmetric
+from gsm.core.codec import CODECS, FieldSpec
 from gsm.core.scorers import Scorer
-from gsm.core.view import KVView
+from gsm.core.view import KVView, Window
 from gsm.kv.mass import MassStatistics
 from gsm.kv.pool import UnitPool, lasting
 
@@ -43,6 +43,7 @@ class Geometry:
     v_dim: int
     dtype: torch.dtype
     device: torch.device
+    window: Window | None = None
 
 
 class StreamGroup:
@@ -71,7 +72,7 @@ class StreamGroup:
         self.nonfinite: Counter[int] = Counter()  # layer -> completed pages with an inf or a NaN
         g = geometry
         plain = CODECS["none"].fields(page_size, g.k_dim, g.v_dim, g.dtype)
-        records = _record_spec(g.k_dim) | (statistics.fields if statistics is not None else {})
+        records = _RECORD | scorer.fields(g.k_dim) | (statistics.fields if statistics is not None else {})
         self.pages = UnitPool(records, g.device, capacity=0)
         self.hot = UnitPool(plain, g.device, capacity=0)
         coded = self.codec.fields(page_size, g.k_dim, g.v_dim, g.dtype)
@@ -137,13 +138,16 @@ class StreamGroup:
         records = self.pages.fields
         for ids in _blocks(self.ids(slot, first, last)):
             units = records["hot"][ids].long()
-            summary = self.scorer.summarise(self.hot.fields["k"][units])
-            records["center"][ids], records["center_scale"][ids] = quantise_symmetric(summary.center)
-            records["detail"][ids], records["detail_scale"][ids] = quantise_symmetric(summary.detail)
-            records["radius"][ids] = summary.radius.half()
-            totals = summary.center.sum(-1) + self.hot.fields["v"][units].float().sum((1, 2))
+            k, v = self.hot.fields["k"][units], self.hot.fields["v"][units]
+            self.summarise(ids, k)
+            totals = k.float().sum((1, 2)) + v.float().sum((1, 2))
             if not bool(totals.isfinite().all()):
                 self._note_nonfinite(slot, ids[~totals.isfinite()])
+
+    def summarise(self, ids: Tensor, keys: Tensor) -> None:
+        """Record the summaries of pages with these `keys [N, page_size, k_dim]`."""
+        for name, values in self.scorer.encode(self.scorer.summarise(keys)).items():
+            self.pages.fields[name][ids] = values
 
     def _note_nonfinite(self, slot: int, ids: Tensor) -> None:
         per_row = torch.isin(self.table[slot, : len(self.rows)], ids.int()).sum((1, 2)).tolist()
@@ -380,20 +384,14 @@ class StreamGroup:
         )
 
 
-def _record_spec(k_dim: int) -> FieldSpec:
-    return {
-        "hot": ((), torch.int32),
-        "warm": ((), torch.int32),
-        "cold": ((), torch.int32),
-        "hot_refs": ((), torch.int16),
-        "skip": ((), torch.int16),
-        "reopened": ((), torch.bool),
-        "center": ((k_dim,), torch.int8),
-        "detail": ((k_dim,), torch.int8),
-        "center_scale": ((), torch.float16),
-        "detail_scale": ((), torch.float16),
-        "radius": ((), torch.float16),
-    }
+_RECORD: FieldSpec = {
+    "hot": ((), torch.int32),
+    "warm": ((), torch.int32),
+    "cold": ((), torch.int32),
+    "hot_refs": ((), torch.int16),
+    "skip": ((), torch.int16),
+    "reopened": ((), torch.bool),
+}
 
 
 def _blocks(ids: Tensor) -> Iterator[Tensor]:

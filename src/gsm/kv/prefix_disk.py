@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gsm.core.codec import CODECS, Codec, Fields
-from gsm.core.view import SUMMARY_FIELDS
+from gsm.core.codec import CODECS, Codec, Fields, FieldSpec
 from gsm.errors import ConfigError, KVError, OutOfPages
 from gsm.kv.group import StreamGroup
 from gsm.kv.manager import KVManager
@@ -111,7 +110,7 @@ class PrefixDisk:
             tokens = {name: field[warm] for name, field in group.warm.fields.items()}
         else:
             tokens = codec.encode(*group._tokens(ids))
-        return tokens | {f"summary.{name}": records[name][ids] for name in SUMMARY_FIELDS}
+        return tokens | {f"summary.{name}": records[name][ids] for name in _summary_fields(group)}
 
     def _unpack(self, group: StreamGroup, depth: int, fields: Fields) -> Tensor:
         """New pages with this content, int64 ids `[rows * H]`."""
@@ -121,10 +120,10 @@ class PrefixDisk:
         for name, (shape, dtype) in expected.items():
             if tuple(fields[name].shape) != (num_pages, *shape) or fields[name].dtype != dtype:
                 raise KVError(f"field {name} has another shape or type than this model's pages")
-        for name in SUMMARY_FIELDS:
+        for name in _summary_fields(group):
             if len(fields[f"summary.{name}"]) != num_pages:
                 raise KVError(f"field summary.{name} has another shape than this model's pages")
-        return insert_pages(group, codec.name, {name: fields[name] for name in expected}, _summaries(fields))
+        return insert_pages(group, codec.name, {name: fields[name] for name in expected}, _summaries(group, fields))
 
     # -- files -------------------------------------------------------------------------------------------------
 
@@ -185,8 +184,12 @@ def _of_group(fields: Fields, number: int) -> Fields:
     return {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
 
 
-def _summaries(fields: Fields) -> Fields:
-    return {name: fields[f"summary.{name}"] for name in SUMMARY_FIELDS}
+def _summary_fields(group: StreamGroup) -> FieldSpec:
+    return group.scorer.fields(group.geometry.k_dim)
+
+
+def _summaries(group: StreamGroup, fields: Fields) -> Fields:
+    return {name: fields[f"summary.{name}"] for name in _summary_fields(group)}
 
 
 def _encode(header: dict[str, object], fields: Fields) -> bytes:

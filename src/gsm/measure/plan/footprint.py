@@ -16,6 +16,7 @@ import torch
 from gsm.arch import LayerGeometry, ModelArch
 from gsm.config import CacheConfig
 from gsm.core.scorers import make_scorer
+from gsm.core.view import Window
 from gsm.kv.group import Geometry, StreamGroup
 from gsm.measure.plan.record import Parts
 
@@ -48,23 +49,23 @@ def attended_bytes(arch: ModelArch, num_tokens: int, cache: CacheConfig, element
         if not _has_pages(layer):
             total += layer.kv_bytes(num_tokens, element_bytes)
             continue
-        page = page_bytes(layer.k_dim, layer.v_dim, cache, element_bytes)
+        page = page_bytes(*_stored_dims(layer), cache, element_bytes)
         tokens = attended if layer.window is None else min(attended, layer.window)
         hot = min(tokens, hot_tokens)
-        scored = num_tokens * page.summary if attended < num_tokens else 0
+        scored = min(num_tokens, layer.window or num_tokens) * page.summary if attended < num_tokens else 0
         total += layer.num_kv_heads * (hot * page.hot + (tokens - hot) * page.coded + scored) / cache.page_size
     return attended, total
 
 
 def page_bytes(k_dim: int, v_dim: int, cache: CacheConfig, element_bytes: int) -> PageBytes:
     """Sizes of the parts of a page, as the page store lays them out."""
-    return _page_bytes(k_dim, v_dim, cache.page_size, cache.warm.codec, element_bytes)
+    return _page_bytes(k_dim, v_dim, cache.page_size, cache.warm.codec, cache.sparse.scorer, element_bytes)
 
 
 @lru_cache(maxsize=64)
-def _page_bytes(k_dim: int, v_dim: int, page_size: int, codec: str, element_bytes: int) -> PageBytes:
+def _page_bytes(k_dim: int, v_dim: int, page_size: int, codec: str, scorer: str, element_bytes: int) -> PageBytes:
     geometry = Geometry(1, k_dim, v_dim, _ELEMENT_TYPES[element_bytes], torch.device("cpu"))
-    group = StreamGroup(geometry, page_size, codec, make_scorer("mean_sigma", 1.0), num_layers=1)
+    group = StreamGroup(geometry, page_size, codec, make_scorer(scorer, 1.0), num_layers=1)
     # of a page's record, counters and places are integers; the key summary is int8 codes with their floats
     fields = group.pages.fields.values()
     summary = sum(_field_bytes(field) for field in fields if field.dtype == torch.int8 or field.is_floating_point())
@@ -84,10 +85,11 @@ def _field_bytes(field: torch.Tensor) -> int:
 def _layer_parts(layer: LayerGeometry, num_tokens: int, cache: CacheConfig, element_bytes: int) -> Parts:
     if not _has_pages(layer):
         return Parts(states=layer.kv_bytes(num_tokens, element_bytes))
-    pages = -(-num_tokens // cache.page_size)
-    hot_pages = _hot_pages(num_tokens, cache) if cache.warm.codec != "none" else pages
+    gone = _unseen_pages(layer, num_tokens, cache)
+    pages = -(-num_tokens // cache.page_size) - gone
+    hot_pages = _hot_pages(num_tokens, cache, gone) if cache.warm.codec != "none" else pages
     kept = min(pages, _kept_pages(cache)) if cache.cold == "drop" else pages
-    page = page_bytes(layer.k_dim, layer.v_dim, cache, element_bytes)
+    page = page_bytes(*_stored_dims(layer), cache, element_bytes)
     return Parts(
         codes=layer.num_kv_heads * max(0, kept - hot_pages) * page.coded,
         hot_copies=layer.num_kv_heads * min(kept, hot_pages) * page.hot,
@@ -101,11 +103,23 @@ def _has_pages(layer: LayerGeometry) -> bool:
     return layer.kind in ("full", "sliding") and layer.kv_source is None
 
 
-def _hot_pages(num_tokens: int, cache: CacheConfig) -> int:
-    """Pages in full precision: the sinks, and all from the page that holds the oldest hot token on."""
+def _stored_dims(layer: LayerGeometry) -> tuple[int, int]:
+    """Latent attention stores latent and rotary part as one key, and no value."""
+    return (layer.k_dim + layer.v_dim, 0) if layer.latent else (layer.k_dim, layer.v_dim)
+
+
+def _unseen_pages(layer: LayerGeometry, num_tokens: int, cache: CacheConfig) -> int:
+    """Pages that a windowed layer gave back at the beginning of the step that wrote the last token."""
+    if layer.window is None or num_tokens == 0:
+        return 0
+    return Window(layer.window, layer.chunked).first_visible(num_tokens - 1) // cache.page_size
+
+
+def _hot_pages(num_tokens: int, cache: CacheConfig, gone: int) -> int:
+    """Pages in full precision: the sinks, and all from the page that holds the oldest hot token on, less those gone."""
     pages = -(-num_tokens // cache.page_size)
-    first_hot = max(0, num_tokens - cache.hot_size) // cache.page_size
-    return min(pages, min(cache.num_sink_pages, first_hot) + pages - first_hot)
+    first_hot = max(gone, max(0, num_tokens - cache.hot_size) // cache.page_size)
+    return min(pages - gone, max(0, min(cache.num_sink_pages, first_hot) - gone) + pages - first_hot)
 
 
 def _kept_pages(cache: CacheConfig) -> int:
