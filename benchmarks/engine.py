@@ -7,12 +7,16 @@ quiet minutes; every part writes one JSON file with the command that made it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +34,7 @@ from gsm.serve.run import open_engine
 from gsm.stats import percentile
 
 RESULTS = Path(__file__).parent / "results"
+GSM = [sys.executable, "-c", "from gsm.cli import main; main()"]
 PLENTY = {"max_running": 32, "kv_memory_mib": 8192.0}
 
 
@@ -152,36 +157,41 @@ def batch(args: argparse.Namespace) -> None:
 
 
 def long(args: argparse.Namespace) -> None:
-    """8 requests with 4000 tokens of context, all decoding."""
-    before, loaded = load_average(), load_model(args.model, dtype=args.dtype, threads=args.threads)
+    """8 requests with 4000 tokens of context, all decoding; one file per preset."""
+    before = load_average()
+    for preset in args.preset.split(","):
+        loaded = load_model(args.model, dtype=args.dtype, threads=args.threads)
+        name = f"engine-long-{preset}{'' if args.int8 == 'off' else '-' + args.int8}.json"
+        write(name, args, before, _long_arm(args, loaded, preset))
+
+
+def _long_arm(args: argparse.Namespace, loaded: LoadedModel, preset: str) -> dict[str, Any]:
     prompts = text_prompts(loaded, 8, args.context)
     smoothing = {"int8": args.int8} if args.int8 != "off" else {}
     with ExitStack() as kept:
-        engine = kept.enter_context(
-            open_engine(loaded, settings(args.preset, smoothing, prefix_cache=False), None, kept)
-        )
-        found = run_all(engine, [ids[:40] for ids in prompts], 8)  # warms up
-        used: list[int] = []
-        original = engine.step
+        config = settings(preset, smoothing, prefix_cache=False)
+        engine = kept.enter_context(open_engine(loaded, config, None, kept))
+        run_all(engine, [ids[:40] for ids in prompts], 8)  # warms up
+        most, step = 0, engine.step
 
-        def step() -> Any:
-            events = original()
-            used.append(engine.room.used_bytes)
+        def watched() -> Any:
+            nonlocal most
+            events = step()
+            most = max(most, engine.room.used_bytes)
             return events
 
-        engine.step = step  # type: ignore[method-assign]
+        engine.step = watched  # type: ignore[method-assign]
         found = run_all(engine, prompts, args.new_tokens)
-        bytes_per_request = max(used) / 8
-    name = f"engine-long-{args.preset}{'' if args.int8 == 'off' else '-' + args.int8}.json"
-    content = {
-        "work": f"8 requests x ({args.context} + {args.new_tokens}) tokens",
-        "arm": {"preset": args.preset, "int8": args.int8},
+        estimate = engine.room.bytes_of(args.context + args.new_tokens)
+    return {
+        "work": f"8 requests x ({args.context} + {args.new_tokens}) tokens, all submitted at once",
+        "arm": {"preset": preset, "int8": args.int8},
         "prefill_s": max(t[0] for t in found["times"].values()),
         "decode": decode_phase(found["times"]),
-        "kv_bytes_per_request": bytes_per_request,
+        "kv_bytes_per_request_at_most": most / 8,
+        "kv_bytes_per_request_admission": estimate,
         "vllm_cpu_decode_tokens_per_s_seen_before": {"bfloat16": 87, "float32": 60},
     }
-    write(name, args, before, content)
 
 
 def prefix(args: argparse.Namespace) -> None:
@@ -247,9 +257,60 @@ def concurrency(args: argparse.Namespace) -> None:
     write(f"engine-concurrency-{args.int8_arm}.json", args, before, {"work": work, "rows": rows})
 
 
+def overload(args: argparse.Namespace) -> None:
+    """Capacity first, then that rate and three times as much for a minute each, over HTTP."""
+    before, port = load_average(), 18431
+    limits = ["--max-running", "8", "--max-waiting", "8"]
+    command = [*GSM, "serve", args.model, "--port", str(port), "--config", "tiers", *limits]
+    url, found = f"http://127.0.0.1:{port}", {}
+    with subprocess.Popen(command) as server:
+        try:
+            wait_for(url)
+            found["capacity"] = load_test(url, "-c", "8", "-n", "48")
+            rate = found["capacity"]["requests_per_s"]
+            for times in (1, 3):
+                found[f"{times}x"] = load_test(url, "-r", f"{times * rate:.3f}", "--duration", "60", "-c", "200")
+        finally:
+            server.terminate()
+    content: dict[str, Any] = {"work": "64 + 32 tokens, Poisson arrivals", "limits": limits, "levels": found}
+    one, three = found["1x"], found["3x"]
+    content["goodput_3x_over_1x"] = three["requests_per_s"] / one["requests_per_s"]
+    for name in ("ttft", "e2el"):
+        content[f"{name}_p95_3x_over_1x"] = three[name]["p95"] / one[name]["p95"]
+    write("engine-overload.json", args, before, content)
+
+
+def wait_for(url: str) -> None:
+    for _ in range(600):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health") as response:
+            if response.status == 200:
+                return
+        time.sleep(0.1)
+    raise SystemExit("the server did not start")
+
+
+def load_test(url: str, *options: str) -> dict[str, Any]:
+    """`gsm load` on short work: requests per second, percentiles in ms, failures by kind."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "load.json"
+        command = [*GSM, "load", url, "--prompt-tokens", "64", "--output-tokens", "32"]
+        subprocess.run([*command, "--ignore-eos", *options, "--json", str(file)], check=True)
+        result = json.loads(file.read_text(encoding="utf-8"))
+    return {"raw": {k: v for k, v in result.items() if k not in ("details",)}, **summary(result)}
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "requests_per_s": result["request_throughput"],
+        "completed": result["completed"],
+        "failures": result["failures"],
+        **{name: {"p50": result[f"p50_{name}_ms"], "p95": result[f"p95_{name}_ms"]} for name in ("ttft", "e2el")},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["batch", "long", "prefix", "concurrency"])
+    parser.add_argument("part", choices=["batch", "long", "prefix", "concurrency", "overload"])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -260,7 +321,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4000)
     parser.add_argument("--new-tokens", type=int, default=48)
     args = parser.parse_args()
-    {"batch": batch, "long": long, "prefix": prefix, "concurrency": concurrency}[args.part](args)
+    parts = {"batch": batch, "long": long, "prefix": prefix, "concurrency": concurrency, "overload": overload}
+    parts[args.part](args)
 
 
 if __name__ == "__main__":

@@ -45,12 +45,14 @@ class Outcome:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)  # between the two likeliest tokens
     finish_reason: str | None = None
 
     def take(self, event: TokenEvent) -> None:
         self.token_ids += event.token_ids
         self.text += event.text
         self.logprobs += [t.logprob for t in event.logprobs]
+        self.gaps += [t.top[0][1] - t.top[1][1] for t in event.logprobs if len(t.top) > 1]
         assert self.finish_reason is None, "an event after the end"
         self.finish_reason = event.finish_reason
 

@@ -21,7 +21,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "int4 sparse": config({**SPARSE, "page_size": 8, "hot_size": 16, "warm": {"codec": "int4"}}),
 }
 LENGTHS = (1, 3, 16, 17, 30, 47, 64, 75)
-NEW = SamplingParams(max_tokens=20, logprobs=0)
+NEW = SamplingParams(max_tokens=20, logprobs=2)
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,19 @@ def tiny(tiny_model: Any) -> LoadedModel:
     return load(tiny_model("llama"))
 
 
-def assert_same(ours: Outcome, alone: Outcome) -> None:
-    assert ours.token_ids == alone.token_ids
-    assert ours.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
-    assert (ours.text, ours.finish_reason) == (alone.text, alone.finish_reason)
+# Rows of another number give rounding differences of 1e-6, which may turn a code over: half a step of int8 or int4.
+TOLERANCE = {"full": 1e-4, "int8": 1e-2, "sparse": 1e-2, "int4 sparse": 5e-2}
+
+
+def assert_same(ours: Outcome, alone: Outcome, tolerance: float = 1e-4) -> None:
+    """Equal tokens, or a first difference where the two likeliest tokens are closer than the tolerance."""
+    pairs = enumerate(zip(ours.token_ids, alone.token_ids, strict=True))
+    first = next((i for i, (a, b) in pairs if a != b), len(alone.token_ids))
+    assert ours.logprobs[:first] == pytest.approx(alone.logprobs[:first], abs=tolerance)
+    if first < len(alone.token_ids):
+        assert alone.gaps[first] < tolerance
+    else:
+        assert (ours.text, ours.finish_reason) == (alone.text, alone.finish_reason)
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -51,7 +60,7 @@ def test_any_order_of_arrival_equals_solo(arm: str, seed: int, tiny: LoadedModel
         found = drain(engine, add)
         assert used_pages(engine) == 0
     for name, (_, ids) in arrivals.items():
-        assert_same(found[name, 0], solo(tiny, settings, ids, NEW))
+        assert_same(found[name, 0], solo(tiny, settings, ids, NEW), TOLERANCE[arm])
 
 
 def test_greedy_equals_plain_transformers(tiny: LoadedModel) -> None:
@@ -76,21 +85,21 @@ def test_packed_rows_of_other_families(family: str, tiny_model: Any) -> None:
 @pytest.mark.parametrize("arm", ["full", "int8", "sparse"])
 def test_six_requests_in_a_pool_for_two(arm: str, tiny: LoadedModel) -> None:
     settings = ARMS[arm]  # CASES D3; preempted requests compute anew what they had
-    prompts = {f"r{i}": prompt(40, seed=i) for i in range(6)}
+    prompts, sampling = {f"r{i}": prompt(40, seed=i) for i in range(6)}, SamplingParams(max_tokens=30, logprobs=2)
     with Engine(tiny, {**settings, "engine": {**settings["engine"], "kv_pages": 32}}) as engine:
         for name, ids in prompts.items():
-            engine.add(name, ids, SamplingParams(max_tokens=30, logprobs=0))
+            engine.add(name, ids, sampling)
         found = drain(engine)
         assert used_pages(engine) == 0
         assert engine.stats.num_preemptions > 0
     for name, ids in prompts.items():
-        assert_same(found[name, 0], solo(tiny, settings, ids, SamplingParams(max_tokens=30, logprobs=0)))
+        assert_same(found[name, 0], solo(tiny, settings, ids, sampling), TOLERANCE[arm])
 
 
 @pytest.mark.parametrize("arm", ["full", "int8", "sparse"])
 def test_drafts_change_nothing(arm: str, tiny: LoadedModel) -> None:
     settings = ARMS[arm]  # CASES D7: tiny models repeat themselves, so that guesses are sometimes right
-    sampling = SamplingParams(max_tokens=60)
+    sampling = SamplingParams(max_tokens=60)  # no logprobs: drafts have none
     with Engine(tiny, {**settings, "engine": {**settings["engine"], "draft_tokens": 6}}) as engine:
         prompts = {f"r{i}": prompt(11, seed=i) * 3 for i in range(4)}
         for name, ids in prompts.items():

@@ -26,6 +26,7 @@ class Running:
 
     url: str
     server: Server
+    listener: uvicorn.Server
 
     @property
     def engine(self) -> Engine:
@@ -60,7 +61,7 @@ def run_server(loaded: LoadedModel, config: dict[str, Any] | None = None, **sett
             time.sleep(0.01)
         port = listener.servers[0].sockets[0].getsockname()[1]
         try:
-            yield Running(f"http://127.0.0.1:{port}", server)
+            yield Running(f"http://127.0.0.1:{port}", server, listener)
         finally:
             listener.should_exit = True
             thread.join(30)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gsm.config import SparseConfig
-from gsm.engine import Engine, SamplingParams, TokenEvent
+from gsm.engine import Engine, Request, SamplingParams, TokenEvent
 from gsm.errors import EngineDead, GsmError
 
 _log = logging.getLogger("gsm")
@@ -43,9 +43,22 @@ class Stream:
     loop: asyncio.AbstractEventLoop
     num_open: int
     queue: asyncio.Queue[TokenEvent | GsmError] = field(default_factory=asyncio.Queue)
-    num_cached_tokens: int = 0
-    queued_s: float = 0.0
-    epoch: int = 0
+    request: Request | None = None  # as the engine knows it, once it is queued
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.request.num_cached_tokens if self.request is not None else 0
+
+    @property
+    def queued_s(self) -> float:
+        request = self.request
+        if request is None or request.first_scheduled_s is None:
+            return 0.0
+        return request.first_scheduled_s - request.arrival_s
+
+    @property
+    def epoch(self) -> int:
+        return self.request.epoch if self.request is not None else 0
 
     async def events(self) -> AsyncIterator[TokenEvent]:
         """Raises EngineDead when the engine dies meanwhile."""
@@ -158,14 +171,13 @@ class EngineWorker:
     def _add(self, stream: Stream, added: asyncio.Future[None]) -> None:
         call = stream.call
         try:
-            request = self.engine.add(
+            stream.request = self.engine.add(
                 call.request_id, call.prompt_ids, call.sampling, sparse=call.sparse, tenant=call.tenant, salt=call.salt
             )
         except GsmError as error:
             _call_soon(stream.loop, _settle, added, error)
             return
         self._streams[call.request_id] = stream
-        stream.epoch = request.epoch
         _call_soon(stream.loop, _settle, added, None)
 
     def _cancel(self, request_id: str) -> None:
@@ -178,10 +190,6 @@ class EngineWorker:
             stream = self._streams.get(event.request_id)
             if stream is None:
                 continue
-            request = self.engine.requests.get(event.request_id)
-            if request is not None and request.first_scheduled_s is not None:
-                stream.num_cached_tokens = request.num_cached_tokens
-                stream.queued_s = request.first_scheduled_s - request.arrival_s
             by_loop.setdefault(stream.loop, []).append((stream, event))
         for request_id in {event.request_id for event in events} - self.engine.requests.keys():
             self._streams.pop(request_id, None)
