@@ -231,12 +231,20 @@ def _fused(x: Tensor) -> bool:
 
 
 def _arguments(**fields: Any) -> Any:
-    """A new record of kernel arguments with ``fields`` set; None means that there is none."""
+    """A new record of kernel arguments with ``fields`` set: plain int64, because structured arrays are slow to fill."""
     import numpy as np
 
-    record = np.zeros(1, kernels().ARGUMENTS)
+    return _fill(np.zeros(len(kernels().INDEX), np.int64), fields)
+
+
+def _fill(record: Any, fields: dict[str, Any]) -> Any:
+    """Tensors become addresses, None becomes 0, floats keep their bits."""
+    index = kernels().INDEX
     for name, value in fields.items():
-        record[name] = value.data_ptr() if isinstance(value, Tensor) else value or 0
+        if isinstance(value, float):
+            record.view("f8")[index[name]] = value
+        else:
+            record[index[name]] = value.data_ptr() if isinstance(value, Tensor) else value or 0
     return record
 
 
@@ -257,11 +265,9 @@ def _over_rows(name: str, like: Any, **fields: Any) -> None:
 
 def _call(name: str, like: Any, *, alone: bool = False, **fields: Any) -> None:
     """Run kernel ``name`` on a copy of the arguments ``like`` with ``fields`` set: calls must not share a counter."""
-    record = like.copy()
-    for field, value in fields.items():
-        record[field] = value.data_ptr() if isinstance(value, Tensor) else value
+    record = _fill(like.copy(), fields)
     address = record.__array_interface__["data"][0]
-    record["at"] = address
+    record[kernels().INDEX["at"]] = address
     function = kernels().entry_points()[name].address
     if alone:
         _as_function(function)(address)

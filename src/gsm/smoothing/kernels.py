@@ -35,13 +35,12 @@ _inner: Any = njit(fastmath=_FAST, nogil=True, cache=True, error_model="numpy")
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _INFINITY_BITS = np.int32(0x7F800000)
 
-# What a call is told. `at` is the address of `counter`; addresses that a kernel does not read may be 0.
+# What a call is told, 8 bytes each. `at` is the address of `counter`; addresses that a kernel does not read may be 0.
 _SIZES = ("counter", "at", "chunk", "rows", "n", "out", "kind", "block")
 _ADDRESSES = ("x", "q", "scale", "w", "w_scale", "bias", "total", "y")
 _FLOATS = ("static", "epsilon")
-ARGUMENTS = np.dtype(
-    [*((name, np.int64) for name in (*_SIZES, *_ADDRESSES)), *((name, np.float32) for name in _FLOATS)]
-)
+ARGUMENTS = np.dtype([*((f, np.int64) for f in (*_SIZES, *_ADDRESSES)), *((f, np.float64) for f in _FLOATS)])
+INDEX = {name: index for index, name in enumerate(ARGUMENTS.names or ())}
 
 
 def _intrinsic(result: Any, arguments: tuple[Any, ...], build: Callable[[Any, Any, Any], Any]) -> Any:
@@ -202,7 +201,7 @@ def _linear(args):
     w = carray(pointer(a.w), (out, n), np.int8)
     w_scale = carray(pointer(a.w_scale), out, np.float32)
     y = carray(pointer(a.y), (rows, out), np.float32)
-    codes, scale = _quantise_all(carray(pointer(a.x), (rows, n), np.float32), rows, n, a.static, a.block)
+    codes, scale = _quantise_all(carray(pointer(a.x), (rows, n), np.float32), rows, n, np.float32(a.static), a.block)
     start = add_to(a.at, a.chunk)
     while start < out:
         end = min(start + a.chunk, out)
@@ -224,7 +223,7 @@ def _gate_up(args):
     w = carray(pointer(a.w), (2 * out, n), np.int8)
     w_scale = carray(pointer(a.w_scale), 2 * out, np.float32)
     y = carray(pointer(a.y), (rows, out), np.float32)
-    codes, scale = _quantise_all(carray(pointer(a.x), (rows, n), np.float32), rows, n, a.static, a.block)
+    codes, scale = _quantise_all(carray(pointer(a.x), (rows, n), np.float32), rows, n, np.float32(a.static), a.block)
     start = add_to(a.at, a.chunk)
     while start < out:
         end = min(start + a.chunk, out)
@@ -273,7 +272,7 @@ def _rms_norm(args):
     start = add_to(a.at, a.chunk)
     while start < rows:
         for r in range(start, min(start + a.chunk, rows)):
-            _normalise(x[r], gain, y[r], n, a.epsilon)
+            _normalise(x[r], gain, y[r], n, np.float32(a.epsilon))
         start = add_to(a.at, a.chunk)
 
 
@@ -301,9 +300,9 @@ def _quantise_rows(args):
             if a.block > 1:
                 rotated[:] = x[r]
                 hadamard(rotated, n, a.block)
-                scale[r] = _quantise(rotated, q[r], n, a.static)
+                scale[r] = _quantise(rotated, q[r], n, np.float32(a.static))
             else:
-                scale[r] = _quantise(x[r], q[r], n, a.static)
+                scale[r] = _quantise(x[r], q[r], n, np.float32(a.static))
         start = add_to(a.at, a.chunk)
 
 
@@ -355,7 +354,7 @@ def _gate_and_quantise(args):
                 _gate(total[r, :n], total[r, n:], x_scale[r], w_scale[:n], w_scale[n:], h, n, 1)
             if a.block > 1:
                 hadamard(h, n, a.block)
-            scale[r] = _quantise(h, q[r], n, a.static)
+            scale[r] = _quantise(h, q[r], n, np.float32(a.static))
         start = add_to(a.at, a.chunk)
 
 
@@ -365,7 +364,7 @@ def _gate(gates, ups, s, gate_scale, up_scale, h, n, kind):
         h[i] = _activate(np.float32(gates[i]) * (s * gate_scale[i]), kind) * (np.float32(ups[i]) * (s * up_scale[i]))
 
 
-__all__ = ["ACTIVATIONS", "ARGUMENTS", "entry_points", "hadamard", "run_team"]
+__all__ = ["ACTIVATIONS", "INDEX", "entry_points", "hadamard", "run_team"]
 _ENTRIES = (_linear, _gate_up, _weight_only, _rms_norm, _quantise_rows, _dequantise, _gate_and_quantise)
 
 
