@@ -16,30 +16,38 @@ RESULTS = Path(__file__).parent / "results"
 WORTH, TOLERANCE = 1.05, 0.015
 WINDOW = "0.1, W 8, high_kurtosis"  # the configuration that the source document recommends
 METHODS = {  # row -> (quality arm, speed arm, arm of the tails)
-    "int8 dynamic": ("dynamic", "dynamic", None),
+    "int8 dynamic": ("dynamic", "dynamic", ""),
     "channel + int8 dynamic": ("dynamic + channel", "dynamic", "channel"),
     "rotate + int8 dynamic": ("dynamic + rotate", "dynamic + rotate", "rotate"),
     "rotate + int8 static, sinks exempt": ("static + rotate", "static + rotate", "rotate"),
-    "int8 weight-only": ("weight_only", "weight_only", None),
+    "int8 weight-only": ("weight_only", "weight_only", ""),
 }
 
 
 def load(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((RESULTS / f"smooth_{name}.json").read_text(encoding="utf-8"))
-    return content
+    """The arms of one result file; empty when that part was not run yet."""
+    path = RESULTS / f"smooth_{name}.json"
+    if not path.exists():
+        return {}
+    arms: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["arms"]
+    return arms
 
 
 def rows() -> list[dict[str, Any]]:
-    quality, speed, tails = load("quality")["arms"], load("speed")["arms"], load("tails")["arms"]
-    window, cost = load("window")["arms"][WINDOW], load("cost")["arms"]["W 8, bf16"]
-    table = [_row(name, quality[arm], speed.get(timed), tails, tail) for name, (arm, timed, tail) in METHODS.items()]
-    own_ms = cost["decode_us_per_module_and_token"] * window["num_modules"] / 1e3
-    table.insert(0, {**_row(f"window {WINDOW}", window, None, tails, None), "own_cost_ms_per_token": own_ms})
+    quality, speed, tails, window, cost = (load(name) for name in ("quality", "speed", "tails", "window", "cost"))
+    table = [
+        _row(name, quality[arm], speed.get(timed), tails, tail)
+        for name, (arm, timed, tail) in METHODS.items()
+        if arm in quality
+    ]
+    if WINDOW in window and cost:
+        own_ms = cost["W 8, bf16"]["decode_us_per_module_and_token"] * window[WINDOW]["num_modules"] / 1e3
+        table.insert(0, {**_row(f"window {WINDOW}", window[WINDOW], None, tails, ""), "own_cost_ms_per_token": own_ms})
     return table
 
 
 def _row(
-    name: str, quality: dict[str, Any], speed: dict[str, Any] | None, tails: dict[str, Any], tail: str | None
+    name: str, quality: dict[str, Any], speed: dict[str, Any] | None, tails: dict[str, Any], tail: str
 ) -> dict[str, Any]:
     change = quality["perplexity_change"]
     row = {
@@ -49,8 +57,8 @@ def _row(
         "kl": quality["kl"]["mean"],
         "top1": quality["top1"],
         "short_sequences_change": quality["short_change"]["mean"],
-        "median_kurtosis_before": tails["before"]["median"],
-        "median_kurtosis_after": tails[tail]["median"] if tail else None,
+        "median_kurtosis_before": tails["before"]["median"] if tails else None,
+        "median_kurtosis_after": tails[tail]["median"] if tail in tails else None,
         "prefill_gain": None,
         "decode_gain": None,
         "products_ms_before": None,
@@ -82,19 +90,18 @@ def show(table: list[dict[str, Any]]) -> None:
             row["method"],
             f"{change['mean']:+.2%} ({change['low']:+.2%} to {change['high']:+.2%})",
             f"{row['kl']:.4f}",
-            f"{row['median_kurtosis_before']:.1f}" + _after(row["median_kurtosis_after"], ".1f"),
-            "-" if row["products_ms_before"] is None else f"{row['products_ms_before']:.1f}"
-            + _after(row["products_ms_after"], ".1f"),
+            _pair(row["median_kurtosis_before"], row["median_kurtosis_after"]),
+            _pair(row["products_ms_before"], row["products_ms_after"]),
             "-" if row["prefill_gain"] is None else f"{row['prefill_gain']:.2f}x",
             "-" if row["decode_gain"] is None else f"{row['decode_gain']:.2f}x",
             f"{row['own_cost_ms_per_token']:.2f}",
             row["verdict"],
-        ]  # fmt: skip
+        ]
         print("| " + " | ".join(cells) + " |")
 
 
-def _after(value: float | None, form: str) -> str:
-    return "" if value is None else f" -> {value:{form}}"
+def _pair(before: float | None, after: float | None) -> str:
+    return " -> ".join(f"{value:.1f}" for value in (before, after) if value is not None) or "-"
 
 
 def draw(table: list[dict[str, Any]], path: Path) -> None:
@@ -131,6 +138,8 @@ def draw(table: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     table = rows()
+    if not table:
+        raise SystemExit("no results/smooth_quality.json: run `python benchmarks/smooth.py quality` first")
     show(table)
     content = {"command": "python benchmarks/smooth_verdict.py", "sources": "results/smooth_*.json", "rows": table}
     (RESULTS / "smooth_verdict.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -203,6 +203,8 @@ def _conclusion(outcome: Outcome, speed: Speed) -> dict[str, Any]:
     )
     worth = gain >= _SHORT_OF_WORTH
     word = "worth it here" if worth else "no benefit measured here"
+    if worth and outcome.config.enable and outcome.config.method == "window":
+        worth, word = False, "no benefit of window: it changes no product's time, the gain is int8's"
     return {"worth_it": worth, "conclusion": f"{word}: {figures}"}
 
 

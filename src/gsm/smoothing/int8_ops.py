@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from gsm.errors import ModelError
 
-SMALL_ROWS = 4  # up to here reading the weights dominates and the fused kernels win
+SMALL_ROWS = 8  # up to here reading the weights dominates and the fused kernels win
 _CUDA_MIN_ROWS, _CUDA_MULTIPLE = 32, 8
 _WIDEN_ROWS = 32  # weight-only: more rows are worth widening the weights for a float32 product
 _WIDEN_CHANNELS = 4096  # weights widened at a time, so that a large head never exists in float32
