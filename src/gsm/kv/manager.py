@@ -18,7 +18,8 @@ from torch import Tensor
 from gsm.config import CacheConfig
 from gsm.core.batch import Span
 from gsm.core.scorers import make_scorer
-from gsm.errors import KVError
+from gsm.errors import ConfigError, KVError
+from gsm.kv.compact import Compactor, Cut, check_crop_below_cut, num_cut_tokens
 from gsm.kv.group import Geometry, StreamGroup
 from gsm.kv.mass import MassStatistics
 from gsm.kv.policies import PageFacts, beyond, make_policy
@@ -43,6 +44,7 @@ class SequenceState:
     owns_last: bool = True  # the last page, if it is not full, is surely nobody else's and writable
     num_judged: int = 0  # length at which the policy last judged
     num_dropped: int = 0  # pages dropped below the current length, summed over layers and heads
+    cut: Cut | None = None  # under positions: compact, what was cut out; num_tokens and all counters do not count it
     unsettled: bool = False  # the last step may still be cropped
     unsettled_from: int = 0  # length before it
     unsettled_mass: SpanMass = field(default_factory=dict)  # one observation per token of it
@@ -58,6 +60,7 @@ class KVManager:
         self.config = config
         self.num_layers = num_layers
         self.max_pages = max_pages
+        self.compactor: Compactor | None = None  # given by who knows the model's rotary embedding (`make_compactor`)
         self.policy = make_policy(config)
         self.needs_mass = self.policy.needs_mass or config.sink_mass is not None
         self.statistics = MassStatistics(config.observation_window, config.mass_decay) if self.needs_mass else None
@@ -116,6 +119,7 @@ class KVManager:
             raise KVError(
                 f"cannot crop to {num_tokens} tokens: the sequence has {state.num_tokens}; crop only shortens"
             )
+        check_crop_below_cut(state, num_tokens, self.config.page_size)
         old_pages, new_pages = self._num_pages(state.num_tokens), self._num_pages(num_tokens)
         full_pages = num_tokens // self.config.page_size
         if full_pages < min(new_pages, state.num_complete):
@@ -126,13 +130,19 @@ class KVManager:
         state.demoted = range(start, max(start, min(state.demoted.stop, full_pages)))
         state.num_complete = min(state.num_complete, full_pages)
         state.num_tokens = num_tokens
+        state.cut = state.cut if num_tokens else None
         state.num_judged = min(state.num_judged, num_tokens)
         state.num_dropped = sum(group.num_dropped(slot, new_pages) for group in self.groups if state.num_dropped)
         state.owns_last = False
 
     def num_tokens(self, slot: int) -> int:
-        """Logical length: dropped tokens count."""
+        """Length in positions: dropped tokens count, those cut out by compaction do not."""
         return self._sequence(slot).num_tokens
+
+    def num_logical_tokens(self, slot: int) -> int:
+        """Every token the sequence ever had; equal to `num_tokens` under `positions: logical`."""
+        state = self._sequence(slot)
+        return state.num_tokens + num_cut_tokens(state, self.config.page_size)
 
     def num_kept_tokens(self, slot: int) -> int:
         """Tokens a head still holds on average."""
@@ -146,6 +156,7 @@ class KVManager:
     def begin(self, spans: Seq[Span]) -> KVStep:
         """Open the pages that `spans` need. Raises OutOfPages, in which case nothing changed."""
         self._free_abandoned()
+        self._make_room(spans)
         opened: list[tuple[Span, int]] = []
         try:
             for span in spans:
@@ -266,7 +277,7 @@ class KVManager:
                 if cold is not None and self.config.cold == "int4":
                     self.counters["chilled"] += group.chill(slot, cold)
                 elif cold is not None:
-                    code = removal_code(state.num_tokens, reason)
+                    code = removal_code(self.num_logical_tokens(slot), reason)
                     num_dropped = group.drop(slot, cold, state.demoted, code)
                     state.num_dropped += num_dropped
                     self.counters["dropped"] += num_dropped
@@ -317,6 +328,12 @@ class KVManager:
                 pool.check(torch.bincount(units[units >= 0], minlength=pool.capacity), name)
 
     # -- helpers -----------------------------------------------------------------------------------------------
+
+    def _make_room(self, spans: Seq[Span]) -> None:
+        if self.compactor is not None:
+            self.compactor.make_room(self, spans)
+        elif self.config.positions == "compact":
+            raise ConfigError("positions: compact needs the model's rotary embedding; set manager.compactor first")
 
     def _open(self, span: Span) -> None:
         state = self._sequence(span.slot)

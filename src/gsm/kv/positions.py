@@ -1,7 +1,8 @@
 """Where every token of a sequence is, or why and when it went (SPEC K8).
 
-Positions are logical: removal never renumbers. A snapshot costs a few bytes per page, layer and kv head; the reasons of
-removals come out of the page table itself (`removal`).
+Positions are logical: removal never renumbers. Under `positions: compact` a token also has a compact position, the one
+its key is rotated for (`gsm.kv.compact`); otherwise the two are equal. A snapshot costs a few bytes per page, layer and
+kv head; the reasons of removals come out of the page table itself (`removal`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from gsm.errors import KVError
+from gsm.kv.compact import logical_pages
 from gsm.kv.removal import REASONS, removed_at, removed_by
 
 if TYPE_CHECKING:
     from gsm.kv.group import StreamGroup
-    from gsm.kv.manager import KVManager
+    from gsm.kv.manager import KVManager, SequenceState
 
 TIERS = ("hot", "warm", "cold", "removed")
 HOT, WARM, COLD, REMOVED = range(4)
@@ -34,6 +36,7 @@ class Place:
     page_id: int | None  # physical page; None when removed
     stored: str | None  # "full precision", or the codec's name
     unit: int | None  # row of the pool of that kind
+    compact_position: int | None = None  # the position its key is rotated for; None when removed
     removed_at: int | None = None  # sequence length when it went
     removed_by: str | None = None  # the policy, or "warm_size" for the cap
 
@@ -52,6 +55,14 @@ class PositionMap:
     unit: Tensor  # int64: row of the pool of coded or of full-precision pages, -1 = removed
     skip: Tensor  # int64: leading slots of the page whose tokens were removed before the page was opened anew
     codes: Tensor  # int64: removal of the page, or of its skipped slots
+    column: Tensor  # int64: compact page, -1 = removed; equal to the page's own number unless positions are compact
+
+    @property
+    def num_positions(self) -> int:
+        """Positions in use: the length the model sees. Smaller than `num_tokens` once positions were compacted."""
+        last = self.tier.shape[-1] - 1
+        behind = int(self.column[..., last].max()) if last >= 0 and self.column.numel() else last
+        return self.num_tokens - (last - behind) * self.page_size
 
     def token(self, position: int) -> list[Place]:
         """Every layer's and head's copy of the token at a logical position. Raises KVError outside the sequence."""
@@ -71,11 +82,12 @@ class PositionMap:
         if tier == REMOVED or offset < int(self.skip[at]):
             code = self.codes[at]
             reason = REASONS[int(removed_by(code))]
-            return Place(layer, head, TIERS[REMOVED], page, None, None, None, int(removed_at(code)), reason)
+            return Place(layer, head, TIERS[REMOVED], page, None, None, None, None, int(removed_at(code)), reason)
         stored = "full precision"
         if bool(self.is_coded[at]):
             stored = "int4" if tier == COLD else self.codec
-        return Place(layer, head, TIERS[tier], page, int(self.page_ids[at]), stored, int(self.unit[at]))
+        position = int(self.column[at]) * self.page_size + offset
+        return Place(layer, head, TIERS[tier], page, int(self.page_ids[at]), stored, int(self.unit[at]), position)
 
     def tokens_by_tier(self) -> Tensor:
         """int8 `[layers, H, num_tokens]`: index into TIERS of every token, -1 for absent heads."""
@@ -107,6 +119,7 @@ class PositionMap:
         return {
             "num_tokens": self.num_tokens,
             "page_size": self.page_size,
+            "num_positions": self.num_positions,
             "num_streams": int((self.tier[..., :1] >= 0).sum()),
             "share_by_tier": self.shares(),
             "removals": self.removals(),
@@ -121,7 +134,7 @@ def place_dict(place: Place) -> dict[str, Any]:
 
 def position_map(manager: KVManager, slot: int) -> PositionMap:
     """A snapshot of one sequence. Raises KVError for an unknown slot."""
-    num_tokens = manager.num_tokens(slot)
+    num_tokens = manager.num_logical_tokens(slot)
     page_size = manager.config.page_size
     num_pages = -(-num_tokens // page_size)
     layers = sorted(layer for group in manager.groups for layer in group.rows)
@@ -138,23 +151,26 @@ def position_map(manager: KVManager, slot: int) -> PositionMap:
         unit=torch.full(shape, -1),
         skip=torch.zeros(shape, dtype=torch.long),
         codes=torch.full(shape, -1),
+        column=torch.full(shape, -1),
     )
-    for group in manager.groups:
-        _fill(result, group, slot, manager.sequences[slot].demoted)
+    for index, group in enumerate(manager.groups):
+        _fill(result, group, index, slot, manager.sequences[slot])
     return result
 
 
-def _fill(result: PositionMap, group: StreamGroup, slot: int, demoted: range) -> None:
+def _fill(result: PositionMap, group: StreamGroup, index: int, slot: int, state: SequenceState) -> None:
     num_pages = result.tier.shape[-1]
     if num_pages == 0:
         return
-    entries = group.table[slot, : len(group.rows), :, :num_pages].cpu().long()
+    num_cut = state.cut.num_pages if state.cut is not None else 0
+    columns = group.table[slot, : len(group.rows), :, : num_pages - num_cut].cpu().long()
+    entries, column = logical_pages(state, index, columns)
     records = {name: group.pages.fields[name].cpu() for name in ("hot", "warm", "cold", "skip")}
     held = entries.clamp_min(0)
     there = entries >= 0
     hot, warm, cold = (records[name][held].long() for name in ("hot", "warm", "cold"))
     page = torch.arange(num_pages)
-    is_warm = ((page >= demoted.start) & (page < demoted.stop)).expand_as(entries)
+    is_warm = ((page >= state.demoted.start) & (page < state.demoted.stop + num_cut)).expand_as(entries)
     tier = torch.where(is_warm, WARM, HOT).masked_fill(cold >= 0, COLD).masked_fill(~there, REMOVED).to(torch.int8)
     skip = records["skip"][held].long().masked_fill(~there, 0)
     codes = entries.masked_fill(there, -1)
@@ -169,6 +185,7 @@ def _fill(result: PositionMap, group: StreamGroup, slot: int, demoted: range) ->
         "unit": torch.where(hot >= 0, hot, torch.where(cold >= 0, cold, warm)).masked_fill(~there, -1),
         "skip": skip,
         "codes": codes,
+        "column": column,
     }
     for name, value in values.items():
         getattr(result, name)[rows, heads] = value[list(group.rows.values())]

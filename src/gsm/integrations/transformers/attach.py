@@ -115,7 +115,8 @@ class _Begin:
         rows, columns = _input_shape(args, kwargs)
         step = cache.begin(rows, columns, _padding(kwargs.get("attention_mask"), columns))
         CURRENT_FORWARD.set(Forward(cache, step, columns))
-        return args, {**kwargs, keyword: cache}
+        positions = {"position_ids": cache.position_ids(rows, columns, module.device)} if cache.is_endless else {}
+        return args, {**kwargs, keyword: cache, **positions}
 
     def _ours(self, cache: Any, use_cache: bool | None) -> Cache | None:
         if isinstance(cache, Cache):

@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers import Cache as TransformersCache
 from transformers import PretrainedConfig, PreTrainedModel
 
+from gsm.arch import describe
 from gsm.config import ConfigLike, load_config
 from gsm.core.batch import Span
 from gsm.errors import AttachError, KVError
 from gsm.integrations.transformers.step import AttentionStep
+from gsm.kv.compact import make_compactor
 from gsm.kv.manager import KVManager
 from gsm.kv.positions import Place, PositionMap
 from gsm.kv.report import KVStats
@@ -36,6 +38,7 @@ class Cache(TransformersCache):
         self.gsm_config = load_config(config)
         num_layers = model_config.get_text_config(decoder=True).num_hidden_layers
         self._adopt(KVManager(num_layers, self.gsm_config.cache), [], 0)
+        self.manager.compactor = make_compactor(self.gsm_config.cache, describe(model_config))
 
     def _adopt(self, manager: KVManager, slots: list[int], num_columns: int) -> None:
         self.manager = manager
@@ -84,6 +87,20 @@ class Cache(TransformersCache):
         spans = [_span(slot, row, columns, mask) for row, slot in enumerate(self.slots)]
         self.step = AttentionStep(self.manager.begin([s for s in spans if s.num_tokens]), self.gsm_config.cache)
         return self.step
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether positions are compacted, so that the trained window does not bound the number of tokens."""
+        return self.gsm_config.cache.positions == "compact"
+
+    def position_ids(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        """The positions of the new tokens in the store, int64 `[rows, columns]`; 0 for padding."""
+        positions = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+        if self.step is not None:
+            for span, past in zip(self.step.kv.spans, self.step.kv.past_lens, strict=True):
+                new = torch.arange(past, past + span.num_tokens, device=device)
+                positions[span.row, span.start : span.start + span.num_tokens] = new
+        return positions
 
     def end(self, columns: int) -> None:
         """The forward pass succeeded."""

@@ -26,7 +26,7 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, cache: Any, chunk_tokens:
     """
     length = input_ids.shape[1]
     window = model.config.get_text_config(decoder=True).max_position_embeddings
-    if cache.get_seq_length() + length > window:
+    if cache.get_seq_length() + length > window and not getattr(cache, "is_endless", False):
         total = cache.get_seq_length() + length
         raise InputError(f"the prompt needs {total} positions but the model was trained for {window}; shorten it")
     logits = None

@@ -16,7 +16,7 @@ def make_policy(config: CacheConfig) -> Policy:
     if config.policy == "keep_all":
         return KeepAll()
     if config.policy == "recent":
-        return Recent()
+        return Recent(config.warm_size or 0)
     if config.policy == "threshold":
         return Threshold(config.threshold, config.threshold_relative)
     if config.policy == "budget" and config.warm_size is not None:
