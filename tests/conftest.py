@@ -61,6 +61,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
     "deepseek_v32": {**_MLA, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 64},
+    "glm4_moe_lite": _MLA,
+    "minicpm3": _MLA,
+    "falcon": {"head_dim": None, "num_key_value_heads": None},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_hidden_layers": None},
     "deepseek_v4": {
         "num_key_value_heads": 1,
         "sliding_window": 32,

@@ -84,9 +84,9 @@ def test_five_sliding_layers_to_one_full_one() -> None:
 
 def test_latent_attention_counts_the_latent() -> None:
     arch = describe(CONFIG_MAPPING["deepseek_v3"]())
-    assert arch.layers[0] == LayerGeometry("full", 1, 128, 512, 64)
+    assert arch.layers[0] == LayerGeometry("full", 1, 128, 512, 64, latent=True)
     assert arch.kv_bytes_per_token(2) == 61 * (512 + 64) * 2
-    assert arch.support == "refused"
+    assert arch.support == "managed"
     assert "latent" in arch.support_reason
     assert arch.num_parameters_estimate == pytest.approx(671e9, rel=0.01)
     assert arch.num_active_parameters_estimate == pytest.approx(37e9, rel=0.03)
@@ -130,10 +130,10 @@ def test_state_space_models_have_nothing_to_manage(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "jamba", "falcon_h1"])
-def test_hybrids_are_refused_and_never_packed(model_type: str) -> None:
+def test_hybrids_are_partly_managed_and_never_packed(model_type: str) -> None:
     arch = describe(CONFIG_MAPPING[model_type]())
-    assert arch.support == "refused"
-    assert "state" in arch.support_reason
+    assert arch.support == "partly"
+    assert "keep a state of fixed size" in arch.support_reason
     assert not arch.packable
     assert "state" in arch.packable_reason
     assert any(layer.state_elements for layer in arch.layers)
@@ -155,7 +155,8 @@ def test_rope_that_depends_on_the_length_is_not_packed(rope_type: str, packable:
 def test_chunked_attention_is_not_packed() -> None:
     arch = describe(CONFIG_MAPPING["llama4_text"]())
     assert not arch.packable
-    assert arch.support == "refused"
+    assert arch.support == "partly"
+    assert "their chunk of 8192 tokens" in arch.support_reason
     assert "chunk" in arch.packable_reason
 
 
@@ -166,8 +167,8 @@ def test_shared_layers_cost_nothing_and_name_their_source() -> None:
     assert [layer.kv_source for layer in arch.layers] == [None] * 4 + [2, 3]
     assert arch.num_layers_by_kind == {"sliding": 2, "full": 2, "shared": 2}
     assert arch.layers[-1].kv_bytes(100, 2) == 0
-    assert arch.support == "refused"
-    assert "another layer" in arch.support_reason
+    assert arch.support == "partly"
+    assert "2 of 6 layers read the cache of another layer" in arch.support_reason
 
 
 def test_an_unknown_family_of_llama_shape_is_managed() -> None:

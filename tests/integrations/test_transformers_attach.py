@@ -143,7 +143,7 @@ def test_dense_attention_matrices_are_refused(tiny_model: Any) -> None:
         model(prompt(10), output_attentions=True)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v4", "jamba"])
+@pytest.mark.parametrize("family", ["deepseek_v4", "falcon"])
 def test_unsupported_models_are_refused_with_the_reason(family: str, tiny_model: Any) -> None:
     model = tiny_model(family)
     before = _state(model)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from gsm.arch.families import FAMILIES, HELPS_COMPRESSED, HELPS_STATE, HELPS_UNSERVED, UNSERVED_TRAITS, Family
+from gsm.arch.families import FAMILIES, HELPS_COMPRESSED, HELPS_STATE, HELPS_UNSERVED, Family
 from gsm.arch.geometry import LayerGeometry, ModelArch, Rope, Support
 from gsm.arch.parameters import estimate_parameters
 from gsm.arch.readers import READERS, layer_types
@@ -36,7 +36,7 @@ def describe(config: Any) -> ModelArch:
     ropes = _ropes(text)
     chunked = family.layout == "standard" and "chunked_attention" in layer_types(text, layers)
     packable_reason = family.packable_reason or _not_packable(geometry, ropes, chunked)
-    support, reason, helps = _support(text, family, geometry, chunked)
+    support, reason, helps = _support(text, family, geometry)
     return ModelArch(
         model_type=model_type,
         layers=geometry,
@@ -175,9 +175,7 @@ def _not_packable(geometry: Sequence[LayerGeometry], ropes: Sequence[Rope | None
     return "its chunked attention is aligned to the start of the row" if chunked else ""
 
 
-def _support(
-    text: Any, family: Family, geometry: Sequence[LayerGeometry], chunked: bool
-) -> tuple[Support, str, tuple[str, ...]]:
+def _support(text: Any, family: Family, geometry: Sequence[LayerGeometry]) -> tuple[Support, str, tuple[str, ...]]:
     if family.support != "managed":
         return family.support, family.reason, HELPS_STATE if family.layout == "state_only" else HELPS_UNSERVED
     if getattr(text, "alibi", False):
@@ -187,22 +185,11 @@ def _support(
         return "not_worth_it", _compressed_reason(geometry), HELPS_COMPRESSED
     if not growing and all(layer.window is None for layer in geometry):
         return "not_worth_it", "it has no KV cache that grows with the context", HELPS_STATE
-    unserved = [UNSERVED_TRAITS[trait] for trait in _traits(text, geometry, chunked) if trait in UNSERVED_TRAITS]
-    if unserved:
-        return "refused", "; ".join(unserved), HELPS_UNSERVED
     notes = _notes(geometry)
-    return ("partly", "; ".join(notes), ()) if notes else ("managed", "every layer keeps keys and values", ())
-
-
-def _traits(text: Any, geometry: Sequence[LayerGeometry], chunked: bool) -> list[str]:
-    """What is unusual about a cache, as named in `UNSERVED_TRAITS`."""
-    present = {
-        "latent": _has(text, "kv_lora_rank"),
-        "state": any(layer.kind == "linear" or layer.state_elements for layer in geometry),
-        "shared": any(layer.kv_source is not None for layer in geometry),
-        "chunked": chunked,
-    }
-    return [trait for trait, found in present.items() if found]
+    if notes:
+        return "partly", "; ".join(notes), ()
+    kept = "one latent per token" if any(layer.latent for layer in geometry) else "keys and values"
+    return "managed", f"every layer keeps {kept}", ()
 
 
 def _compressed_reason(geometry: Sequence[LayerGeometry]) -> str:
@@ -219,8 +206,15 @@ def _compressed_reason(geometry: Sequence[LayerGeometry]) -> str:
 
 def _notes(geometry: Sequence[LayerGeometry]) -> list[str]:
     """In which layers there is less to win, in words."""
-    n = len(geometry)
-    sliding = [layer for layer in geometry if layer.kind == "sliding"]
-    if not sliding:
-        return []
-    return [f"{len(sliding)} of {n} layers see only their last {sliding[0].window} tokens"]
+    n, notes = len(geometry), []
+    bounded = [layer for layer in geometry if layer.kind == "sliding"]
+    if bounded:
+        where = f"their chunk of {bounded[0].window}" if bounded[0].chunked else f"their last {bounded[0].window}"
+        notes.append(f"{len(bounded)} of {n} layers see only {where} tokens")
+    states = sum(layer.kind == "linear" or layer.state_elements > 0 for layer in geometry)
+    if states:
+        notes.append(f"{states} of {n} layers keep a state of fixed size, which stays the model's own")
+    shared = sum(layer.kv_source is not None for layer in geometry)
+    if shared:
+        notes.append(f"{shared} of {n} layers read the cache of another layer")
+    return notes

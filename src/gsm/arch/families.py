@@ -37,15 +37,6 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "mlp": "none",
 }
 
-# Traits of a cache that GSM's pages do not serve: such a model is refused rather than run wrongly. A trait leaves this
-# table when `gsm.integrations.transformers` serves it, and then shows as a note of partly managed models.
-UNSERVED_TRAITS: dict[str, str] = {
-    "latent": "it caches one small latent per token, which only the model's own code can expand to keys and values",
-    "state": "some layers keep a recurrent state, which needs the model's own cache",
-    "shared": "some layers read the cache of another layer",
-    "chunked": "its chunked attention forgets at fixed positions, not at a distance",
-}
-
 HELPS_COMPRESSED = (
     "keeping prefixes across requests (prefix reuse), because prefill is the larger cost",
     "a shorter prompt (de-duplication, history compression)",
@@ -74,6 +65,11 @@ _OWN_ATTENTION = Family(
     packable_reason="its attention cannot be replaced, and packed rows need that",
     gated_mlp=False,
 )
+_STATE_IN_MODEL = Family(
+    support="refused",
+    reason="it keeps its recurrent state inside the model's layers, where no cache can hold, fork or restore it",
+    packable_reason="a recurrent state would run from one sequence into the next",
+)
 _STATE_ONLY = Family(
     layout="state_only",
     support="not_worth_it",
@@ -89,6 +85,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_neo": _OWN_ATTENTION,
     "gpt_neox_japanese": _OWN_ATTENTION,
     "xglm": _OWN_ATTENTION,
+    "recurrent_gemma": _STATE_IN_MODEL,
     "mamba": _STATE_ONLY,
     "mamba2": _STATE_ONLY,
     "falcon_mamba": _STATE_ONLY,

@@ -18,6 +18,7 @@ from torch import Tensor
 from gsm.config import CacheConfig
 from gsm.core.batch import Span
 from gsm.core.scorers import make_scorer
+from gsm.core.view import Window
 from gsm.errors import ConfigError, KVError
 from gsm.kv.compact import Compactor, Cut, check_crop_below_cut, num_cut_tokens
 from gsm.kv.group import Geometry, StreamGroup
@@ -27,6 +28,7 @@ from gsm.kv.positions import PositionMap, position_map
 from gsm.kv.removal import removal_code
 from gsm.kv.report import KVStats, collect
 from gsm.kv.step import KVStep, SpanMass
+from gsm.kv.windows import check_crop, forget_unseen
 
 # A step of 2 to this many tokens over existing history may be a draft that is cropped away again. What it changes for
 # good (mass, demotion, drops) waits for the next step: a rejected draft leaves nothing.
@@ -44,6 +46,7 @@ class SequenceState:
     owns_last: bool = True  # the last page, if it is not full, is surely nobody else's and writable
     num_judged: int = 0  # length at which the policy last judged
     num_dropped: int = 0  # pages dropped below the current length, summed over layers and heads
+    num_unwindowed: int = 0  # length at which windowed layers last gave pages back
     cut: Cut | None = None  # under positions: compact, what was cut out; num_tokens and all counters do not count it
     unsettled: bool = False  # the last step may still be cropped
     unsettled_from: int = 0  # length before it
@@ -53,11 +56,19 @@ class SequenceState:
 class KVManager:
     """Page tables and pools of one model. Not thread-safe: one manager serves one forward pass at a time.
 
-    `max_pages` limits the pages of every layer and head together: `max_pages` for each of them on average.
+    `max_pages` limits the pages of every layer and head together: `max_pages` for each of them on average. `windows`
+    tells which layers see a bounded stretch of the past only (None: all of it); their older pages are given back.
     """
 
-    def __init__(self, num_layers: int, config: CacheConfig, max_pages: int | None = None) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        config: CacheConfig,
+        max_pages: int | None = None,
+        windows: Seq[Window | None] | None = None,
+    ) -> None:
         self.config = config
+        self.windows = tuple(windows) if windows is not None else (None,) * num_layers
         self.num_layers = num_layers
         self.max_pages = max_pages
         self.compactor: Compactor | None = None  # given by who knows the model's rotary embedding (`make_compactor`)
@@ -120,6 +131,8 @@ class KVManager:
                 f"cannot crop to {num_tokens} tokens: the sequence has {state.num_tokens}; crop only shortens"
             )
         check_crop_below_cut(state, num_tokens, self.config.page_size)
+        for group in self.groups:
+            check_crop(group, state, num_tokens)
         old_pages, new_pages = self._num_pages(state.num_tokens), self._num_pages(num_tokens)
         full_pages = num_tokens // self.config.page_size
         if full_pages < min(new_pages, state.num_complete):
@@ -132,7 +145,8 @@ class KVManager:
         state.num_tokens = num_tokens
         state.cut = state.cut if num_tokens else None
         state.num_judged = min(state.num_judged, num_tokens)
-        state.num_dropped = sum(group.num_dropped(slot, new_pages) for group in self.groups if state.num_dropped)
+        state.num_unwindowed = min(state.num_unwindowed, num_tokens)
+        state.num_dropped = sum(group.num_dropped(slot, new_pages) for group in self._unbounded() if state.num_dropped)
         state.owns_last = False
 
     def num_tokens(self, slot: int) -> int:
@@ -147,7 +161,7 @@ class KVManager:
     def num_kept_tokens(self, slot: int) -> int:
         """Tokens a head still holds on average."""
         state = self._sequence(slot)
-        streams = sum(group.streams_per_slot for group in self.groups)
+        streams = sum(group.streams_per_slot for group in self._unbounded())
         dropped = state.num_dropped * self.config.page_size // max(1, streams)
         return state.num_tokens - min(dropped, state.num_tokens)
 
@@ -172,7 +186,7 @@ class KVManager:
         group = self._group_of.get(layer)
         if group is not None:
             return group
-        geometry = Geometry(k.shape[1], k.shape[-1], v.shape[-1], k.dtype, k.device)
+        geometry = Geometry(k.shape[1], k.shape[-1], v.shape[-1], k.dtype, k.device, self.windows[layer])
         group = next((g for g in self.groups if g.geometry == geometry), None)
         if group is None:
             c = self.config
@@ -279,7 +293,7 @@ class KVManager:
                 elif cold is not None:
                     code = removal_code(self.num_logical_tokens(slot), reason)
                     num_dropped = group.drop(slot, cold, state.demoted, code)
-                    state.num_dropped += num_dropped
+                    state.num_dropped += num_dropped if group.geometry.window is None else 0
                     self.counters["dropped"] += num_dropped
 
     def _cold(
@@ -345,9 +359,11 @@ class KVManager:
             self._own(span.slot, held - 1, state.num_tokens % self.config.page_size)
         state.owns_last = True
         for group in self.groups:
+            forget_unseen(group, span.slot, state)
             group.fit_table(span.slot + 1, needed)
             if needed > held:
                 group.open_pages(span.slot, held, needed)
+        state.num_unwindowed = state.num_tokens
 
     def _own(self, slot: int, page: int, num_kept: int) -> None:
         was_demoted = page in self._sequence(slot).demoted
@@ -359,6 +375,10 @@ class KVManager:
             demoted = self._sequence(span.slot).demoted
             for group in self.groups:
                 group.release(span.slot, held, group.table.shape[-1], demoted)
+
+    def _unbounded(self) -> list[StreamGroup]:
+        """The groups whose layers see the whole past: what budgets and kept tokens are counted by."""
+        return [group for group in self.groups if group.geometry.window is None]
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.page_size)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gsm.core.view import Window
 from gsm.errors import KVError
 from gsm.kv.removal import removal_code
 

@@ -49,7 +49,8 @@ def load_model(
 
     ``dtype`` is float32, bfloat16, float16 or auto (as stored). ``threads`` sets torch's thread count for this
     process. ``device`` is cpu, cuda or cuda:N. ``quantization`` quantises the weights while loading (a name of
-    `gsm.models.quantised`); a checkpoint that is quantised needs nothing. Attention runs through torch's sdpa where the model has it.
+    `gsm.models.quantised`); a checkpoint that is quantised needs nothing. Attention runs through torch's sdpa where
+    the model has it.
     Raises ModelError or InputError, each with the remedy.
     """
     dtype = _check_dtype(dtype)

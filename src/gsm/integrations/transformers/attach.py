@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,16 +17,22 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from gsm.arch import describe
+from gsm.arch import ModelArch
 from gsm.config import ConfigLike, GsmConfig, load_config
 from gsm.core.view import AttentionSpec
-from gsm.errors import AttachError, UnsupportedModel
+from gsm.errors import AttachError
 from gsm.integrations.transformers.cache import Cache
 from gsm.integrations.transformers.forward import cache_kwarg
+from gsm.integrations.transformers.latent import absorb_query, expand_output
+from gsm.integrations.transformers.refusals import check_cache, check_call, check_kv_quantisation, check_model
 from gsm.integrations.transformers.step import CURRENT_FORWARD, Forward
 
 NAME = "gsm"  # our key in transformers' attention registry
-_FALLBACK = "sdpa"  # serves calls that carry no gsm cache
+# id of an attached config -> the attention it had: serves calls that carry no gsm cache
+_BEFORE: dict[int, str] = {}
+_GENERATION_SETTINGS = ("prefill_chunk_size", "cache_implementation")
+_LOCK = threading.Lock()
+_log = logging.getLogger("gsm")
 
 
 @dataclass
@@ -46,45 +56,82 @@ def attach(model: PreTrainedModel, config: ConfigLike = None) -> Iterator[Attach
     UnsupportedModel or AttachError before anything is touched.
     """
     settings = load_config(config)
-    _refuse(model)
+    model = _uncompiled(model)
+    arch = check_model(model)
+    check_kv_quantisation(model, settings)
     _register()
     handle = Attached(model, settings)
-    implementations = [(c, c._attn_implementation) for c in _configs(model)]
-    generation = model.generation_config
-    chunk = generation.prefill_chunk_size if generation is not None else None
-    hooks = [
-        model.register_forward_pre_hook(_Begin(handle), with_kwargs=True, prepend=True),
-        model.register_forward_hook(_end, with_kwargs=True, always_call=True),
-    ]
+    with _LOCK:  # two threads may attach the same model
+        _refuse_twice(model)
+        changes = _Changes(model)
+        changes.make(handle, arch)
     try:
-        for model_config, _ in implementations:
-            model_config._attn_implementation = NAME
-        if generation is not None and chunk is None:
-            generation.prefill_chunk_size = settings.cache.prefill_chunk_tokens
         yield handle
     finally:
-        for hook in hooks:
-            hook.remove()
         _cancel_interrupted()
-        for model_config, implementation in implementations:
+        changes.undo()
+
+
+class _Changes:
+    """What `attach` changes in a model, and how it was before."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.implementations = [(c, c._attn_implementation) for c in _configs(model)]
+        self.generation = model.generation_config
+        self.generation_was = {name: getattr(self.generation, name, None) for name in _GENERATION_SETTINGS}
+        self.compiled = getattr(model, "_compiled_call_impl", None)
+        self.hooks: list[Any] = []
+
+    def make(self, handle: Attached, arch: ModelArch) -> None:
+        try:
+            self.hooks = [
+                self.model.register_forward_pre_hook(_Begin(handle), with_kwargs=True, prepend=True),
+                self.model.register_forward_hook(_end, with_kwargs=True, always_call=True),
+            ]
+            for model_config, _ in self.implementations:
+                _BEFORE[id(model_config)] = model_config._attn_implementation
+                model_config._attn_implementation = NAME
+            if self.compiled is not None:
+                _log.warning("the model is compiled; inside gsm.attach it runs uncompiled, because pages change shape")
+                self.model._compiled_call_impl = None
+            if self.generation is not None:
+                self._set_generation(handle.config, arch)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _set_generation(self, config: GsmConfig, arch: ModelArch) -> None:
+        """The prompt in chunks, and no cache of another kind because the checkpoint asks for one by default."""
+        has_states = any(layer.kind == "linear" or layer.state_elements for layer in arch.layers)
+        if self.generation.prefill_chunk_size is None and not has_states:  # not every state goes on from a chunk
+            self.generation.prefill_chunk_size = config.cache.prefill_chunk_tokens
+        if self.generation.cache_implementation not in (None, "quantized"):
+            self.generation.cache_implementation = None
+
+    def undo(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        for model_config, implementation in self.implementations:
             model_config._attn_implementation = implementation
-        if generation is not None:
-            generation.prefill_chunk_size = chunk
+            _BEFORE.pop(id(model_config), None)
+        for name, value in self.generation_was.items() if self.generation is not None else ():
+            setattr(self.generation, name, value)
+        if self.compiled is not None:
+            self.model._compiled_call_impl = self.compiled
 
 
-def _refuse(model: PreTrainedModel) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise AttachError(
-            f"attach needs a transformers model, not {type(model).__name__}; load one with gsm.load_model"
-        )
+def _uncompiled(model: Any) -> Any:
+    """The model inside `torch.compile(model)`: its `generate` calls the original anyway."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _refuse_twice(model: PreTrainedModel) -> None:
     if any(c._attn_implementation == NAME for c in _configs(model)):
         raise AttachError(
             "the model is already attached; leave the other `with gsm.attach(...)` first, or pass "
             "gsm.Cache(model, other_config) to use another config inside it"
         )
-    arch = describe(model.config)
-    if arch.support not in ("managed", "partly"):
-        raise UnsupportedModel(f"{arch.model_type}: {arch.support_reason}")
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
@@ -111,7 +158,7 @@ class _Begin:
         if cache is None:
             return None
         self.handle.cache = cache
-        _check_call(kwargs)
+        check_call(kwargs)
         rows, columns = _input_shape(args, kwargs)
         step = cache.begin(rows, columns, _padding(kwargs.get("attention_mask"), columns))
         CURRENT_FORWARD.set(Forward(cache, step, columns))
@@ -124,8 +171,25 @@ class _Begin:
         if cache is None:
             wanted = use_cache if use_cache is not None else self.handle.model.config.use_cache
             return self.handle.new_cache() if wanted and not torch.is_grad_enabled() else None
+        check_cache(cache)
         made_by_generate = type(cache) is DynamicCache and not getattr(cache, "_is_user_defined", False)
-        return self.handle.new_cache() if made_by_generate and cache.get_seq_length() == 0 else None
+        if not made_by_generate or _has_tokens(cache):
+            _say_unmanaged(type(cache).__name__)
+            return None
+        ours = self.handle.new_cache()
+        if any(getattr(layer, "record_past", False) for layer in cache.layers):
+            ours.activate_past_recording()
+        return ours
+
+
+@lru_cache(maxsize=8)
+def _say_unmanaged(name: str) -> None:
+    """Once for each kind of cache."""
+    _log.warning("a %s was passed in, so this call runs without GSM; pass gsm.Cache(model) instead", name)
+
+
+def _has_tokens(cache: DynamicCache) -> bool:
+    return any(getattr(layer, "is_initialized", False) for layer in cache.layers) and cache.get_seq_length() > 0
 
 
 def _end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -146,14 +210,6 @@ def _cancel_interrupted() -> None:
     if forward is not None:
         CURRENT_FORWARD.set(None)
         forward.cache.cancel()
-
-
-def _check_call(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("output_attentions"):
-        raise AttachError("output_attentions=True needs dense attention matrices; leave gsm.attach for that call")
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() != 2:
-        raise AttachError(f"an attention mask with {mask.dim()} dimensions cannot be used with pages; pass a 2-D mask")
 
 
 def _input_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -184,18 +240,26 @@ def _attention(
     """What every attention layer of an attached model calls: `query [rows, heads, length, dim]`."""
     forward = CURRENT_FORWARD.get()
     if forward is None:
-        output: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[_FALLBACK](
-            module, query, key, value, attention_mask, **kwargs
-        )
+        output: tuple[Tensor, None] = _attention_before(module)(module, query, key, value, attention_mask, **kwargs)
         return output
     scale = kwargs.get("scaling")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    geometry = forward.cache.arch.layers[layer]
     spec = AttentionSpec(
         scale=scale if scale is not None else query.shape[-1] ** -0.5,
         softcap=kwargs.get("softcap"),
-        window=kwargs.get("sliding_window"),
+        # some families tell their window to the mask only
+        window=None if geometry.chunked else geometry.window or kwargs.get("sliding_window"),
         sink_logits=kwargs.get("s_aux"),
+        chunk=geometry.window if geometry.chunked else None,
     )
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    latents = forward.step.latents.get(layer)
+    if latents is not None:
+        spec = replace(spec, value_dims=geometry.k_dim)
+        out = forward.step.attend(layer, absorb_query(module, query, geometry), latents, latents[..., :0], spec)
+        return expand_output(module, out, geometry, value.shape[-1]), None
+    if geometry.kv_source is not None:  # this layer keeps nothing of its own
+        layer = geometry.kv_source
     return forward.step.attend(layer, query, key, value, spec), None
 
 
@@ -203,4 +267,13 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
     """No mask under a gsm step: padding is not stored, and causality follows from positions."""
     if CURRENT_FORWARD.get() is not None:
         return None
-    return ALL_MASK_ATTENTION_FUNCTIONS[_FALLBACK](*args, **kwargs)
+    return ALL_MASK_ATTENTION_FUNCTIONS[_BEFORE.get(id(kwargs.get("config")), "sdpa")](*args, **kwargs)
+
+
+def _attention_before(module: nn.Module) -> Callable[..., Any]:
+    """What the layer called before `attach`. Eager attention is a function of the model's own file."""
+    name = _BEFORE.get(id(module.config), "sdpa")
+    if name in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        return ALL_ATTENTION_FUNCTIONS[name]
+    eager: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+    return eager

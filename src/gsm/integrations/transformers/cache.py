@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from torch import Tensor
 from transformers import Cache as TransformersCache
 from transformers import PretrainedConfig, PreTrainedModel
 
-from gsm.arch import describe
+from gsm.arch import ModelArch, describe
 from gsm.config import ConfigLike, load_config
 from gsm.core.batch import Span
+from gsm.core.view import Window
 from gsm.errors import AttachError, KVError
+from gsm.integrations.transformers.latent import is_latent
+from gsm.integrations.transformers.states import States, make_layers, twin_layers
 from gsm.integrations.transformers.step import AttentionStep
 from gsm.kv.compact import make_compactor
 from gsm.kv.manager import KVManager
@@ -30,17 +34,18 @@ class Cache(TransformersCache):
 
     # transformers asks these of every cache
     is_compileable = False
-    is_croppable = True
 
     def __init__(self, model: PreTrainedModel | PretrainedConfig, config: ConfigLike = None) -> None:
-        super().__init__(layers=[])
-        model_config = model.config if isinstance(model, PreTrainedModel) else model
+        self.model_config = model.config if isinstance(model, PreTrainedModel) else model
+        self.arch = describe(self.model_config)
+        super().__init__(layers=make_layers(self.model_config, self.arch))
         self.gsm_config = load_config(config)
-        num_layers = model_config.get_text_config(decoder=True).num_hidden_layers
-        self._adopt(KVManager(num_layers, self.gsm_config.cache), [], 0)
-        self.manager.compactor = make_compactor(self.gsm_config.cache, describe(model_config))
+        windows = layer_windows(self.arch)
+        self._adopt(KVManager(len(self.arch.layers), self.gsm_config.cache, windows=windows), [], 0)
+        self.manager.compactor = make_compactor(self.gsm_config.cache, self.arch)
 
     def _adopt(self, manager: KVManager, slots: list[int], num_columns: int) -> None:
+        self.states = States(self.layers)
         self.manager = manager
         self.slots = slots
         self.num_columns = num_columns
@@ -50,8 +55,8 @@ class Cache(TransformersCache):
     def fork(self) -> Cache:
         """A second cache with the same content; pages are shared until one of the two writes."""
         twin: Cache = type(self).__new__(type(self))
-        TransformersCache.__init__(twin, layers=[])
-        twin.gsm_config = self.gsm_config
+        TransformersCache.__init__(twin, layers=twin_layers(self.layers))
+        twin.model_config, twin.arch, twin.gsm_config = self.model_config, self.arch, self.gsm_config
         twin._adopt(self.manager, [self.manager.fork(slot) for slot in self.slots], self.num_columns)
         return twin
 
@@ -59,10 +64,19 @@ class Cache(TransformersCache):
         """Give all pages back now instead of when the cache is collected. The cache is empty afterwards."""
         _free_slots(self.manager, self.slots)
         self.num_columns = 0
+        self.layers = make_layers(self.model_config, self.arch)
+        self.states = States(self.layers)
 
     def stats(self) -> KVStats:
         """Bytes and pages by tier. Forks share a manager: its numbers cover them all."""
-        return self.manager.stats()
+        stats = self.manager.stats()
+        if not self.layers:
+            return stats
+        states = self.states.nbytes
+        by_tier = {**stats.bytes_by_tier, "states": states}
+        return replace(
+            stats, kv_bytes=stats.kv_bytes + states, kv_pool_bytes=stats.kv_pool_bytes + states, bytes_by_tier=by_tier
+        )
 
     def explain(self, row: int = 0, token: int | None = None) -> PositionMap | list[Place]:
         """Where the tokens of a row are, or why and when they went: the whole map, or one token's places.
@@ -82,6 +96,7 @@ class Cache(TransformersCache):
             raise AttachError(
                 f"the cache holds {len(self.slots)} sequences but the input has {rows} rows; start a new one"
             )
+        self.states.check()
         while len(self.slots) < rows:
             self.slots.append(self.manager.add_sequence())
         spans = [_span(slot, row, columns, mask) for row, slot in enumerate(self.slots)]
@@ -114,6 +129,7 @@ class Cache(TransformersCache):
         if self.step is not None:
             self.step.kv.abort()
             self.step = None
+            self.states.spoil()
 
     # -- what transformers calls -------------------------------------------------------------------------------
 
@@ -122,7 +138,13 @@ class Cache(TransformersCache):
     ) -> tuple[Tensor, Tensor]:
         if self.step is None:
             raise AttachError("gsm.Cache was given to a model that is not attached; use `with gsm.attach(model):`")
-        self.step.kv.write(layer_idx, key_states, value_states)
+        layer = self.arch.layers[layer_idx]
+        if is_latent(layer, key_states, value_states):
+            keys = torch.cat((key_states, value_states), dim=-1)
+            self.step.latents[layer_idx] = keys
+            self.step.kv.write(layer_idx, keys, keys[..., :0])
+        else:
+            self.step.kv.write(layer_idx, key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -137,6 +159,10 @@ class Cache(TransformersCache):
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return -1
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.states.is_croppable
 
     @property
     def is_initialized(self) -> bool:
@@ -161,8 +187,10 @@ class Cache(TransformersCache):
     def crop(self, max_length: int) -> None:
         """Remove `-max_length` columns from the end, or (older meaning) keep the first `max_length`."""
         remove = -max_length if max_length <= 0 else max(0, self.num_columns - max_length)
+        self.states.check_crop(remove)
         for slot in self.slots:
             self.manager.crop(slot, max(0, self.manager.num_tokens(slot) - remove))
+        self.states.crop(remove)
         self.num_columns = max(0, self.num_columns - remove)
 
     def reset(self) -> None:
@@ -177,6 +205,7 @@ class Cache(TransformersCache):
         new = [self.manager.fork(slot) for slot in wanted]
         _free_slots(self.manager, self.slots)
         self.slots.extend(new)
+        self.states.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.batch_select_indices(torch.arange(len(self.slots)).repeat_interleave(repeats))
@@ -186,6 +215,11 @@ class Cache(TransformersCache):
 
     def __repr__(self) -> str:
         return f"gsm.Cache({len(self.slots)} sequences, {self.num_columns} columns)"
+
+
+def layer_windows(arch: ModelArch) -> list[Window | None]:
+    """What `KVManager` must know of each layer: the bounded past it sees, or None."""
+    return [Window(x.window, x.chunked) if x.window and x.kind == "sliding" else None for x in arch.layers]
 
 
 def _free_slots(manager: KVManager, slots: list[int]) -> None:

@@ -30,13 +30,15 @@ class AttentionStep:
         self.config = config
         self.selection = self._selection(sparse)
         self._backends: dict[torch.device, DecodeAttention] = {}
+        self._counted: int | None = None
+        self.latents: dict[int, Tensor] = {}  # layer -> new keys of latent attention, before their expansion
 
     def attend(self, layer: int, query: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """`query [rows, num_query_heads, length, k_dim]`, new `k`, `v` -> `[rows, length, num_query_heads, v_dim]`."""
         kv = self.kv
         if kv.is_decode and kv.rows_are_batch and len(kv.spans) == query.shape[0]:
             return self._decode(layer, query, spec).unsqueeze(1)
-        out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], v.shape[-1])
+        out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], spec.value_dims or v.shape[-1])
         if kv.decode_tokens:
             out[kv.places(query.device)] = self._decode(layer, query, spec)
         for index in kv.long_spans:
@@ -59,12 +61,25 @@ class AttentionStep:
     def _decode(self, layer: int, query: Tensor, spec: AttentionSpec) -> Tensor:
         """All decode tokens of the step in one call: `[B, num_query_heads, v_dim]`."""
         view = self.kv.view(layer)
-        result = self._backend(query.device).decode(self.kv.pick(query), view, spec, self.selection)
-        if layer == 0:
+        result = self._backend(query.device).decode(self.kv.pick(query), view, spec, self._selection_for(spec))
+        if self._counts(layer, spec):
             self.kv.count_read(result.pages)
         if self.kv.needs_mass:
             self.kv.observe(layer, result.pages, result.mass)
         return result.out
+
+    def _selection_for(self, spec: AttentionSpec) -> Selection | None:
+        """No choosing where all that a layer may see fits into every budget."""
+        if self.selection is None or spec.most_visible is None:
+            return self.selection
+        smallest = min(self.selection.budget_pages) * self.config.page_size
+        return None if spec.most_visible <= smallest else self.selection
+
+    def _counts(self, layer: int, spec: AttentionSpec) -> bool:
+        """One layer stands for all: the first that sees the whole past, where there is one."""
+        if self._counted is None and (spec.most_visible is None or all(self.kv.manager.windows)):
+            self._counted = layer
+        return self._counted == layer
 
     def _selection(self, sparse: Sequence[SparseConfig] | None) -> Selection | None:
         """The pages each decode token may read, or None when every budget covers everything."""

@@ -67,8 +67,7 @@ def _memory(saving: float, name: str) -> str:
         return f"the cache takes {saving:.1f} times less memory with {name}"
     if saving * _WORTH_IT > 1:
         return f"the cache takes about as much memory with {name}"
-    more = f"the cache takes {1 / saving:.1f} times more memory with {name} than in plain transformers"
-    return f"{more}, which keeps only the window of sliding layers"
+    return f"the cache takes {1 / saving:.1f} times more memory with {name} than in plain transformers"
 
 
 def _config(context: int, budget: int, capacities: tuple[Capacity, ...], gain: float | None) -> dict[str, Any]:
@@ -102,6 +101,6 @@ def _notes(model: PlannedModel, here: StepBytes | None) -> tuple[str, ...]:
         )
     if any(layer.kind == "sliding" for layer in model.arch.layers):
         notes.append(
-            "GSM keeps the pages of sliding layers for the whole context; plain transformers keeps the window."
+            "Sliding layers keep the pages of their window only, in GSM as in plain transformers: there is less to win."
         )
     return tuple(notes)

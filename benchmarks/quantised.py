@@ -1,0 +1,79 @@
+"""Speed and bytes of quantised weights with and without GSM at 4k tokens of context, each on the same loaded model.
+
+    python benchmarks/quantised.py bnb-8bit bnb-4bit torchao-int8 none --json benchmarks/results/quantised.json
+
+`none` is the model as it is in the file (the demo GGUF, unpacked to float32). Greedy tokens of the full cache are
+compared with plain transformers on the same quantised weights; speed is the median of the runs, arms in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gsm.config import load_config
+from gsm.measure.bench.timing import timed_run
+from gsm.models import load_model
+from gsm.quality import GsmArm, PlainArm, encode, load_thirds
+from gsm.results import collect_environment, load_average
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("formats", nargs="+")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--prompt-tokens", type=int, default=4096)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    environment = collect_environment(model=options.model, threads=torch.get_num_threads())
+    rows = [measure(name, options) for name in options.formats]
+    for row in rows:
+        print(row)
+    if options.json:
+        environment = environment.model_copy(update={"load_average_after": load_average()})
+        result = {"environment": environment.model_dump(mode="json"), "formats": rows}
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One format: tokens with the full cache, then TTFT, TPOT and bytes of plain transformers and sparse."""
+    loaded = load_model(options.model, quantization=None if name == "none" else name)
+    prompt = encode(loaded.tokenizer, load_thirds().evaluation)[None, : options.prompt_tokens]
+    configs = {arm: load_config({"cache": {"preset": arm}}) for arm in ("full", "sparse")}
+    plain = PlainArm(loaded.model)
+    full, sparse = (GsmArm(loaded.model, configs[arm], name=arm) for arm in ("full", "sparse"))
+    short = prompt[:, :256]
+    row: dict[str, Any] = {
+        "format": name,
+        "weight_bytes": sum(tensor.nbytes for tensor in (*loaded.model.parameters(), *loaded.model.buffers())),
+        "full_equals_plain": greedy(full, short) == greedy(plain, short),
+    }
+    samples: dict[str, list[tuple[float, float | None]]] = {"transformers": [], "sparse": []}
+    for _ in range(options.runs):
+        for arm in (plain, sparse):
+            ttft_ms, tpot_ms, stats = timed_run(arm, prompt, options.new_tokens)
+            samples[arm.name].append((ttft_ms, tpot_ms))
+            row[f"{arm.name}_kv_bytes"] = stats.kv_bytes
+    for arm_name, pairs in samples.items():
+        row[f"{arm_name}_ttft_ms"] = statistics.median(pair[0] for pair in pairs)
+        row[f"{arm_name}_tpot_ms"] = statistics.median(pair[1] for pair in pairs if pair[1] is not None)
+    return row
+
+
+def greedy(arm: Any, prompt: torch.Tensor, new_tokens: int = 24) -> list[int]:
+    with arm.open() as session:
+        tokens = [int(session.prefill(prompt).argmax())]
+        while len(tokens) < new_tokens:
+            tokens.append(int(session.step(torch.tensor([[tokens[-1]]])).argmax()))
+    return tokens
+
+
+if __name__ == "__main__":
+    main()
