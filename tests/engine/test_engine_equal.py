@@ -14,11 +14,12 @@ from gsm.engine import Engine, SamplingParams
 from gsm.models import LoadedModel
 from gsm.smoothing import apply
 
+WIDER = {"enabled": True, "budget_tokens": 32}
 ARMS: dict[str, dict[str, Any]] = {
     "full": config(PLAIN),
     "int8": config(),
     "sparse": config(SPARSE),
-    "int4 sparse": config({**SPARSE, "page_size": 8, "hot_size": 16, "warm": {"codec": "int4"}}),
+    "int4 sparse": config({"sparse": WIDER, "page_size": 8, "hot_size": 16, "warm": {"codec": "int4"}}),
 }
 LENGTHS = (1, 3, 16, 17, 30, 47, 64, 75)
 NEW = SamplingParams(max_tokens=20, logprobs=2)

@@ -97,14 +97,14 @@ def _keys(variable: str | None, file: Path | None) -> tuple[str, ...]:
 
 def _config(source: str | None, limits: dict[str, float]) -> GsmConfig:
     """The config file or preset, with the limits of the command line laid over its engine section."""
-    from gsm.config import GsmConfig, load_config
+    from gsm.config import load_config
     from gsm.config.presets import PRESETS
 
     base = load_config({"cache": {"preset": source}} if source in PRESETS else source)
     if not limits:
         return base
     values = base.model_dump(exclude_unset=True)
-    return load_config({**values, "engine": {**values.get("engine", {}), **limits}}) if limits else GsmConfig()
+    return load_config({**values, "engine": {**values.get("engine", {}), **limits}})
 
 
 def _announce(told: ServeSettings, config: GsmConfig, host: str, port: int) -> None:

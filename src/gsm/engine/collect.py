@@ -51,7 +51,8 @@ class Collector:
         sequence, engine = work.sequence, self._engine
         assert sequence.slot is not None
         sequence.num_computed += num_accepted
-        engine.manager.crop(sequence.slot, sequence.num_computed)
+        if num_accepted < len(work.draft):
+            engine.manager.crop(sequence.slot, sequence.num_computed)
         engine.stats.num_draft_tokens += len(work.draft)
         engine.stats.num_accepted_tokens += num_accepted
         return best[: num_accepted + 1]

@@ -27,11 +27,23 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
+        return {
+            "error": {
+                "message": _printable(self.message),
+                "type": self.kind,
+                "param": _printable(self.param),
+                "code": self.status,
+            }
+        }
 
     @property
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def _printable(text: str | None) -> str | None:
+    """Names of fields come from the client and may hold what UTF-8 cannot."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode()
 
 
 def translate(error: GsmError, retry_after_s: int) -> ApiError:

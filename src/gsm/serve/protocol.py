@@ -53,7 +53,7 @@ class _Generation(_Body):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0.01, le=100)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=1024)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     stream: bool | None = None

@@ -67,6 +67,10 @@ class Tokens:
         return self._encode(text, salt, False)
 
     def _encode(self, text: str, salt: str, add_special_tokens: bool) -> tuple[str, list[int]]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"the text is no valid Unicode at character {error.start}; send UTF-8") from None
         known = self._longest_known(text, salt)
         if known is not None:
             start, ids = known
