@@ -49,9 +49,9 @@ def print_diagnosis(result: DiagnoseResult) -> None:
     """What was checked, then every finding with its remedy."""
     for item in result.checked:
         click.echo(f"  {item.what}: {item.found}")
-    for item in result.findings:
-        mark = "advice" if item.advice else "cause"
-        click.echo(f"{mark}: {item.cause} ({item.symptom})\n    {item.evidence}\n    remedy: {item.remedy}")
+    for found in result.findings:
+        mark = "advice" if found.advice else "cause"
+        click.echo(f"{mark}: {found.cause} ({found.symptom})\n    {found.evidence}\n    remedy: {found.remedy}")
     for note in result.notes:
         click.echo(f"Note: {note}.")
     if not result.findings:

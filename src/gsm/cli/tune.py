@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 @click.option("--text", metavar="FILE", help="UTF-8 text like your own; Python's help topics by default.")
 @click.option("--length", type=click.IntRange(min=1), help="Full length in tokens (default: the window, at most 8192).")
 @click.option("--config", metavar="FILE", help="Start from this config instead of the task's.")
+@click.option(
+    "--variables", default="hot_size,threshold,compression,budget", show_default=True, help="Which to tune, of these."
+)
 @click.option("--smoothing", is_flag=True, help="Also tune window smoothing: strength, then window.")
 @click.option("--allow-drop", is_flag=True, help="Let the threshold forget pages for good instead of keeping int4.")
 @click.option("--values", "most_values", type=click.IntRange(1, 4), default=3, show_default=True, help="Per variable.")
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Evidence, and the state to go on from (default: the output's name with .tune.json).",
 )
-def command(output: str, json_path: str | None, **settings: Any) -> int:
+def command(output: str, variables: str, json_path: str | None, **settings: Any) -> int:
     """Find a config for MODEL on your own text, one variable at a time; exit code 1 when nothing is worth proposing.
 
     Every value must hold at a quarter, a half and the full length, in speed and in quality with needles. Ctrl-C keeps
@@ -53,8 +56,10 @@ def command(output: str, json_path: str | None, **settings: Any) -> int:
     tolerance = Tolerance(kl=settings.pop("tolerance_kl"), needles_lost=settings.pop("tolerance_needles"))
     plan_keys = ("num_prefills", "windows_per_prefill", "window_tokens", "needles_per_depth")
     plan = BoutPlan(**{key: settings.pop(key) for key in plan_keys})
+    names = tuple(name.strip() for name in variables.split(",") if name.strip())
+    spec = TuneSpec(variables=names, tolerance=tolerance, plan=plan, **settings)
     with progress_bar() as progress:
-        result = tune(TuneSpec(tolerance=tolerance, plan=plan, **settings), evidence, progress)
+        result = tune(spec, evidence, progress)
     print_tune(result)
     click.echo(f"written: {evidence}", err=True)
     if result.proposed is None:

@@ -8,6 +8,8 @@ from gsm.errors import InputError
 from gsm.report.page import BarChart, LineChart, Note, Page, StackChart, Table, Verdict
 from gsm.report.svg import NARROW, NUM_COLOURS, WIDE, draw
 
+_LONGEST_FIGURE = 34  # characters; a longer cell is a sentence
+
 
 def render_html(page: Page) -> str:
     """The whole document. Raises InputError when jinja2 is missing."""
@@ -25,6 +27,7 @@ def render_html(page: Page) -> str:
         wide=lambda chart: Markup(draw(chart, WIDE)),
         narrow=lambda chart: Markup(draw(chart, NARROW)),
         legend=legend,
+        words=_columns_of_words,
     )
     template = environment.from_string(files.joinpath("page.html.j2").read_text(encoding="utf-8"))
     style = files.joinpath("page.css").read_text(encoding="utf-8")
@@ -41,6 +44,11 @@ def legend(chart: LineChart | BarChart | StackChart) -> list[tuple[str, str]]:
     used = [any(index < len(bar.parts) and bar.parts[index] for bar in chart.bars) for index in range(NUM_COLOURS)]
     names = [(f"c{index}", name) for index, name in enumerate(chart.part_names) if index < NUM_COLOURS and used[index]]
     return [*names, *([("floor", chart.floor_name)] if chart.floor_name else [])]
+
+
+def _columns_of_words(table: Table) -> set[int]:
+    """Columns that hold sentences: they are set to the left and may wrap."""
+    return {index for row in table.rows for index, cell in enumerate(row) if index and len(cell) > _LONGEST_FIGURE}
 
 
 def _kind(block: object) -> str:

@@ -37,13 +37,17 @@ class LineChart:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of stacked parts; ``low`` and ``high`` are the spread of its total, ``floor`` a mark such as a bound."""
+    """One bar of stacked parts; ``low`` and ``high`` are the spread of its total, ``floor`` a mark such as a bound.
+
+    ``colour`` is that of the first part; by default bars of one part take turns.
+    """
 
     label: str
     parts: Sequence[float]
     low: float | None = None
     high: float | None = None
     floor: float | None = None
+    colour: int | None = None
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ def _draw_lines(chart: LineChart, width: int) -> str:
     y = _Scale(*y_scale_values, canvas.y_end, canvas.top, chart.y_log)
     labels = [number(tick) for tick in y.ticks(6)]
     canvas.left = 10 + _CHARACTER * max(map(len, labels), default=1)
-    x = _Scale(*_range(xs, chart.x_log, from_zero=False), canvas.left + 6, canvas.x_end, chart.x_log)
+    air = 24 if any(series.style == "points" for series in chart.series) else 6
+    x = _Scale(*_range(xs, chart.x_log, from_zero=False), canvas.left + air, canvas.x_end - air + 6, chart.x_log)
     _axes(canvas, x, y, chart.x_label, chart.y_label)
     for series in chart.series:
         _draw_series(canvas, series, x, y)
@@ -119,7 +120,7 @@ def _range(values: Sequence[float], log: bool, from_zero: bool) -> tuple[float, 
         return min(positive) / 1.4, max(positive) * 1.4
     low, high = min(values, default=0.0), max(values, default=1.0)
     if from_zero:
-        return min(0.0, low), high * 1.08 if high > 0 else 1.0
+        return min(0.0, low * 1.08), max(high * 1.08, 0.0) if high > 0 or low < 0 else 1.0
     return (low, high) if high > low else (low - 1, high + 1)
 
 
@@ -172,7 +173,9 @@ def _draw_bars(chart: BarChart, width: int) -> str:
     canvas.text((canvas.left + canvas.x_end) / 2, canvas.height - 6, chart.x_label, "middle", "label")
     for index, bar in enumerate(chart.bars):
         top = canvas.top + index * row
-        _draw_bar(canvas, bar, x, top + (5 if beside else 19), chart, 0 if len(chart.part_names) > 1 else index)
+        usual = 0 if len(chart.part_names) > 1 else index
+        colour = usual if bar.colour is None else bar.colour
+        _draw_bar(canvas, bar, x, top + (5 if beside else 19), chart, colour)
         if beside:
             canvas.text(canvas.left - 8, top + 19, _shorten(bar.label, canvas.left), "end", "name")
         else:

@@ -13,7 +13,8 @@ from gsm.errors import InputError
 
 Task = Literal["dialog", "document", "reasoning", "code"]
 TASKS: tuple[str, ...] = get_args(Task)
-START_WINDOW, START_STRENGTH = 8, 0.1
+CACHE_VARIABLES = ("hot_size", "threshold", "compression", "budget")
+START_WINDOW = 8
 _STRENGTHS = (0.05, 0.1, 0.2, 0.3)
 _HOT_FRACTIONS = (8, 16, 32)  # of the length
 _BUDGET_FRACTIONS = (0.5, 0.25, 0.125)

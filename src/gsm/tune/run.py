@@ -24,7 +24,15 @@ from gsm.quality import Progress, load_thirds, no_progress
 from gsm.results import Environment, Tolerance, collect_environment, load_average
 from gsm.tune.bout import PLAIN, BoutPlan, Contestant, Ring
 from gsm.tune.judge import best, compare, gain, noise_of, why, why_not
-from gsm.tune.ladder import Variable, cache_variables, changed, start_config, strength_variable, window_variable
+from gsm.tune.ladder import (
+    CACHE_VARIABLES,
+    Variable,
+    cache_variables,
+    changed,
+    start_config,
+    strength_variable,
+    window_variable,
+)
 from gsm.tune.notebook import Notebook, bout_key
 from gsm.tune.records import Bout, Candidate, Comparison, Measured, Step, TuneResult
 
@@ -41,6 +49,7 @@ class TuneSpec:
     text: str | None = None
     length: int | None = None
     config: str | None = None
+    variables: tuple[str, ...] = CACHE_VARIABLES
     smoothing: bool = False
     allow_drop: bool = False
     most_values: int = 3
@@ -50,6 +59,11 @@ class TuneSpec:
     threads: int | None = None
     device: str = "cpu"
     max_minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.variables if name not in CACHE_VARIABLES]
+        if unknown:
+            raise InputError(f"variable '{unknown[0]}' is unknown; use some of {', '.join(CACHE_VARIABLES)}")
 
 
 class _TimeIsUp(Exception):
@@ -112,7 +126,8 @@ class _Tuner:
         self._baseline()
         most = self.spec.most_values
         for variable in cache_variables(self.spec.task, self._longest, self.start, most, self.spec.allow_drop):
-            self._step(variable)
+            if variable.name in self.spec.variables:
+                self._step(variable)
         if self.spec.smoothing:
             strength = self._step(strength_variable(most))
             chosen = None if strength is None else float(strength)

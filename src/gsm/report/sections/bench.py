@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gsm.report.numbers import NA, interval, mebibytes, number
-from gsm.report.page import Bar, BarChart, Block, LineChart, Section, Series, Table, Verdict
+from gsm.report.page import Bar, BarChart, Block, Level, LineChart, Section, Series, Table, Verdict
 from gsm.report.sections.common import environment_notes, facts, notes_of, profile_blocks, quality_rows
 from gsm.results.kinds import ResultFile
 
@@ -60,7 +60,7 @@ def _verdict(result: ResultFile, plain: dict[str, Any], arm: dict[str, Any]) -> 
     quality = arm.get("quality") or {}
     kl = quality.get("kl")
     parts.append("quality not measured" if kl is None else f"KL {number(kl, 2)} ({interval(quality.get('kl_ci95'))})")
-    level = "good" if good and kl is not None else "plain"
+    level: Level = "good" if good and kl is not None else "plain"
     if slower:
         level = "bad"
     return Verdict(level, f"{arm['name']} after {tokens:,} tokens: {', '.join(parts)}.", result.name)
@@ -114,11 +114,12 @@ def _quality_chart(arms: Sequence[dict[str, Any]]) -> LineChart | None:
     ]
     if len(points) < 2:
         return None
+    names = [arm["name"] for arm in arms]  # an arm keeps its colour in every chart
     return LineChart(
         "Quality against budget",
         "tokens attended per step and head",
         "KL to the full cache, nats (log)",
-        [_quality_point(arm, index) for index, arm in enumerate(points)],
+        [_quality_point(arm, names.index(arm["name"])) for arm in points],
         y_log=True,
         caption="Lines: 95 % interval. Lower is closer to the full cache.",
     )

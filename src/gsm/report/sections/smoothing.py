@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from gsm.report.numbers import NA, mebibytes, number, share, signed_share, spread
-from gsm.report.page import Bar, BarChart, Block, LineChart, Section, Series, Table, Verdict
+from gsm.report.page import Bar, BarChart, Block, Level, LineChart, Section, Series, Table, Verdict
 from gsm.report.sections.common import facts, notes_of
 from gsm.results.kinds import ResultFile
 
@@ -20,6 +20,8 @@ _KINDS = {
     "mlp_out_input": "input of MLP output",
 }
 _MOST_ROWS = 12
+_SINGLE = (("tpot_ms", "Time per token", "milliseconds"), ("ttft_s", "First token", "seconds"))
+_COLOURS = {"before": 7, "after": 0}
 
 
 def calibrate_section(result: ResultFile) -> Section:
@@ -76,7 +78,8 @@ def smooth_section(result: ResultFile) -> Section:
 
 def smooth_verdicts(result: ResultFile) -> list[Verdict]:
     data = result.data
-    level: Any = {True: "good", False: "bad"}.get(data.get("worth_it"), "plain")
+    worth = data.get("worth_it")
+    level: Level = "plain" if worth is None else "good" if worth else "bad"
     text = str(data["conclusion"])
     return [Verdict(level, f"Smoothing: {text}.", result.name)]
 
@@ -91,20 +94,26 @@ def smooth_arms_section(result: ResultFile) -> Section:
         ("products_ms", "One block's products", "milliseconds"),
     ):
         bars = [
-            Bar(f"{name}, {when}", [record["median"]], record["min"], record["max"])
+            Bar(f"{name}, {when}", [record["median"]], record["min"], record["max"], colour=_COLOURS[when])
             for name, arm in arms.items()
             for when in ("before", "after")
             if (record := arm.get(f"{key}_{when}")) and record["median"] is not None
         ]
         if bars:
             blocks.append(BarChart(title, unit, bars))
+    for key, title, unit in _SINGLE:
+        figures = [Bar(name, [arm[key]]) for name, arm in arms.items() if _is_number(arm.get(key))]
+        if figures:
+            blocks.append(BarChart(title, unit, figures))
     fields = dict.fromkeys(key for arm in arms.values() for key, value in arm.items() if _is_figure(value))
-    rows = [[key.replace("_", " "), *(_figure(arm.get(key)) for arm in arms.values())] for key in fields]
+    rows = [[key.replace("_", " "), *(_figure(key, arm.get(key)) for arm in arms.values())] for key in fields]
     blocks.append(Table("All figures", ["", *arms], rows))
     blocks += notes_of(data.get("notes"))
     env = data["environment"]
     command = str(data.get("command", env["command"]))
-    return Section(f"Smoothing, {len(arms)} settings", [result.name], blocks=blocks, command=command, facts=facts(env))
+    return Section(
+        f"{len(arms)} settings side by side", [result.name], blocks=blocks, command=command, facts=facts(env)
+    )
 
 
 def smooth_arms_verdicts(result: ResultFile) -> list[Verdict]:
@@ -118,12 +127,16 @@ def smooth_arms_verdicts(result: ResultFile) -> list[Verdict]:
 
 
 def _is_figure(value: Any) -> bool:
-    return (isinstance(value, dict) and "median" in value) or (
-        isinstance(value, int | float) and not isinstance(value, bool)
-    )
+    return (isinstance(value, dict) and "median" in value) or _is_number(value)
 
 
-def _figure(value: Any) -> str:
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _figure(key: str, value: Any) -> str:
+    if key.endswith("_bytes") and _is_number(value):
+        return f"{mebibytes(value)} MiB"
     return spread(value) if isinstance(value, dict) else number(value)
 
 
@@ -169,7 +182,7 @@ def _speed_chart(speed: dict[str, Any]) -> BarChart:
             record = speed[f"{key}_{when}"]
             if record["median"] is not None:
                 ends = [record[name] * factor for name in ("median", "min", "max")]
-                bars.append(Bar(f"{title}, {when}", [ends[0]], ends[1], ends[2]))
+                bars.append(Bar(f"{title}, {when}", [ends[0]], ends[1], ends[2], colour=_COLOURS[when]))
     return BarChart("Speed before and after", "milliseconds (prefill: per token)", bars)
 
 
