@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -30,6 +31,7 @@ from gsm.integrations.transformers.step import CURRENT_FORWARD, Forward
 NAME = "gsm"  # our key in transformers' attention registry
 # id of an attached config -> the attention it had: serves calls that carry no gsm cache
 _BEFORE: dict[int, str] = {}
+_GENERATE_FILE = inspect.getfile(inspect.unwrap(GenerationMixin.generate))
 _GENERATION_SETTINGS = ("prefill_chunk_size", "cache_implementation")
 _LOCK = threading.Lock()
 _log = logging.getLogger("gsm")
@@ -172,8 +174,7 @@ class _Begin:
             wanted = use_cache if use_cache is not None else self.handle.model.config.use_cache
             return self.handle.new_cache() if wanted and not torch.is_grad_enabled() else None
         check_cache(cache)
-        made_by_generate = type(cache) is DynamicCache and not getattr(cache, "_is_user_defined", False)
-        if not made_by_generate or _has_tokens(cache):
+        if not _is_made_by_generate(cache) or _has_tokens(cache):
             _say_unmanaged(type(cache).__name__)
             return None
         ours = self.handle.new_cache()
@@ -186,6 +187,22 @@ class _Begin:
 def _say_unmanaged(name: str) -> None:
     """Once for each kind of cache."""
     _log.warning("a %s was passed in, so this call runs without GSM; pass gsm.Cache(model) instead", name)
+
+
+def _is_made_by_generate(cache: Any) -> bool:
+    """Whether nobody but `generate` holds this cache, so that another may stand in for it.
+
+    It marks the caches that users hand to it, but not its own, and a direct call of the model looks the same from here:
+    only who called tells. Asked once per generation.
+    """
+    if type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False):
+        return False
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_code.co_filename == _GENERATE_FILE:
+            return True
+    return False
 
 
 def _has_tokens(cache: DynamicCache) -> bool:
