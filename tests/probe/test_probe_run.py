@@ -14,7 +14,7 @@ from gsm.errors import InputError
 from gsm.measure.probe import Lever, ProbeResult, ProbeSpec, probe
 from gsm.measure.probe.advice import cheaper_first
 from gsm.measure.probe.levers import BATCH_HOW, DTYPE_HOW
-from gsm.measure.probe.linears import linear_seconds, matrices
+from gsm.measure.probe.turns import Contender, gain, take_turns, with_noise
 from gsm.quality import GsmArm, PlainArm
 from support_measure import save_tiny_model
 
@@ -27,7 +27,15 @@ def tiny_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def result(tiny_dir) -> ProbeResult:
     return probe(
-        ProbeSpec(str(tiny_dir), 64, new_tokens=130, lengths=(128,), levers=("tiers", "sparse"), verify=True, wait_s=0)
+        ProbeSpec(
+            str(tiny_dir),
+            64,
+            new_tokens=130,
+            lengths=(128,),
+            levers=("tiers", "sparse", "bfloat16", "batch"),
+            verify=True,
+            wait_s=0,
+        )
     )
 
 
@@ -69,6 +77,7 @@ def test_new_tokens_stop_at_the_window(tiny_dir) -> None:
         ({"levers": ("transformers",)}, "leave it out"),
         ({"levers": ("sparsee",)}, "did you mean"),
         ({"wait_s": -1}, "must not be negative"),
+        ({"levers": ("int8",)}, "smooths the model"),
     ],
 )
 def test_impossible_probes_are_refused(wrong, message) -> None:
@@ -104,11 +113,28 @@ def test_noise_fills_a_cache_to_the_asked_length(tiny_model, config) -> None:
         assert torch.isfinite(logits).all()
 
 
-def test_matrices_are_the_linear_layers_each_once(tiny_model) -> None:
-    model = tiny_model("llama", tie_word_embeddings=True)
-    assert len(matrices(model)) == 3 * 7 + 1
-    assert linear_seconds(model) > 0
-    assert linear_seconds(model, 4, torch.bfloat16) > 0
+def test_arms_take_turns_and_the_model_is_attached_only_in_its_own(tiny_model) -> None:
+    model = tiny_model("llama")
+    plain, ours = PlainArm(model), GsmArm(model, load_config({}), name="x")
+    seen = []
+
+    def watched(contender: Contender) -> Contender:
+        def fill(session):
+            seen.append(model.config._attn_implementation)
+            return contender.fill(session)
+
+        return Contender(contender.arm, fill)
+
+    turns = take_turns([watched(with_noise(arm, 64)) for arm in (plain, ours)], rounds=3)
+    assert seen == ["sdpa", "gsm"]
+    assert model.config._attn_implementation == "sdpa"
+    assert [len(ms) for ms in turns] == [3, 3]
+    assert all(ms > 0 for turn in turns for ms in turn)
+
+
+def test_a_gain_is_what_neighbours_in_time_say() -> None:
+    slow_minute = 10
+    assert gain([4, 4 * slow_minute, 4], [2, 2 * slow_minute, 2]) == 2
 
 
 def lever(how: str, gain: float) -> Lever:

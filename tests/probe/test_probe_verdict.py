@@ -75,6 +75,12 @@ def test_what_cannot_be_told_is_said_with_the_reason(given: Evidence, because: s
     assert because in verdict.sentence
 
 
+def test_growth_hidden_by_noise_is_found_against_an_empty_cache() -> None:
+    measured = profile(20, 90, 10)
+    assert judge(evidence(measured, FLAT, length_share=0.7)).kind == "kv"
+    assert judge(evidence(measured, FLAT, length_share=0.1)).kind == "cannot_tell"
+
+
 def test_shares_of_a_request_sum_to_one() -> None:
     shares = request_shares(2000, 101, profile(10, 6, 4))
     assert shares.prefill == pytest.approx(0.5)

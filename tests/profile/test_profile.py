@@ -76,16 +76,17 @@ def block(linear: float, attention: float, norm: float, other: float = 0.0) -> d
     return {"linear": linear, "attention": attention, "host.Norm": norm, "other": other}
 
 
-def test_parts_are_medians_and_choosing_is_what_a_replay_saves() -> None:
-    timed = [block(0.05, 0.02, 0.01), block(0.06, 0.03, 0.01), block(0.9, 0.03, 0.01)]
-    replayed = [block(0.06, 0.02, 0.01)] * 3
-    profile = summarise(Blocks([0.1, 0.1, 5.0], timed, replayed), 4096)
+def test_parts_are_shares_of_the_step_and_choosing_is_what_a_replay_saves() -> None:
+    timed = [block(0.06, 0.03, 0.01), block(0.6, 0.3, 0.1), block(0.06, 0.03, 0.01)]  # a slow moment in the middle
+    replayed = [block(0.06, 0.02, 0.01), block(0.6, 0.2, 0.1), block(0.06, 0.02, 0.01)]
+    profile = summarise(Blocks([0.1, 1.0, 0.1], timed, replayed), 4096)
     assert set(profile.parts_ms) == set(PARTS)
     assert profile.parts_ms["linear"] == pytest.approx(60)
     assert profile.parts_ms["attention"] == pytest.approx(20)
     assert profile.parts_ms["selection"] == pytest.approx(10)
     assert profile.parts_ms["host"] == profile.host_parts_ms["Norm"] == pytest.approx(10)
     assert profile.sum_ms == pytest.approx(100)
+    assert profile.sum_error == pytest.approx(0)
     assert profile.explains_step
 
 

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     "--lengths", default="", help="Comma-separated context lengths to predict levers at; the last by default."
 )
 @click.option(
-    "--levers", default="tiers,sparse,sparse-int4", show_default=True, help="Arms or config files to predict."
+    "--levers",
+    default="tiers,sparse,sparse-int4,bfloat16,batch",
+    show_default=True,
+    help="What to predict: arms of gsm bench, config files, bfloat16, batch.",
 )
 @click.option("--verify", is_flag=True, help="Measure what is predicted.")
 @click.option("--plot", "plot_path", metavar="FILE", help="Draw time per token against length (PNG or SVG).")

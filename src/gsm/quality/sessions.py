@@ -7,8 +7,9 @@ in, logits come out. Quality measurements and benchmarks drive all arms through 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -79,13 +80,21 @@ class PlainArm:
 
     @contextmanager
     def open(self) -> Iterator[Session]:
-        from transformers import DynamicCache
-
-        session = _Plain(self.model, DynamicCache(config=self.model.config), self.chunk_tokens)
+        session = self.start()
         try:
             yield session
         finally:
             session.close()
+
+    def start(self) -> ModelSession:
+        """An empty session; the caller closes it."""
+        from transformers import DynamicCache
+
+        return _Plain(self.model, DynamicCache(config=self.model.config), self.chunk_tokens)
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Sessions from `start` may be fed inside of it."""
+        return nullcontext()
 
 
 class GsmArm:
@@ -96,16 +105,24 @@ class GsmArm:
 
     @contextmanager
     def open(self) -> Iterator[Session]:
-        with hf.attach(self.model, self.config):
-            session = _Managed(self.model, hf.Cache(self.model, self.config), self.chunk_tokens)
+        with self.running():
+            session = self.start()
             try:
                 yield session
             finally:
                 session.close()
 
+    def start(self) -> ModelSession:
+        """An empty session; the caller closes it."""
+        return _Managed(self.model, hf.Cache(self.model, self.config), self.chunk_tokens)
 
-class ModelSession:
-    """What both kinds share: the way tokens reach the model."""
+    def running(self) -> AbstractContextManager[Any]:
+        """Sessions from `start` may be fed inside of it: the model is attached only there, so arms can take turns."""
+        return hf.attach(self.model, self.config)
+
+
+class ModelSession(ABC):
+    """A session on a transformers model: the way tokens reach it is the same for every cache."""
 
     def __init__(self, model: PreTrainedModel, cache: Any, chunk_tokens: int):
         self.model, self.cache, self.chunk_tokens = model, cache, chunk_tokens
@@ -129,6 +146,15 @@ class ModelSession:
         kwargs: dict[str, Any] = {self._keyword: self.cache}
         logits: torch.Tensor = self.model(input_ids=ids.to(self.model.device), use_cache=True, **kwargs).logits
         return logits[:, -1]
+
+    @abstractmethod
+    def fork(self) -> Session: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def stats(self) -> SessionStats: ...
 
 
 class _Plain(ModelSession):

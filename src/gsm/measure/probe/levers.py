@@ -3,141 +3,163 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 import torch
 
-import gsm.integrations.transformers as hf
-from gsm.measure.bench.arms import PLAIN, make_arm, resolve_arm
-from gsm.measure.probe.linears import linear_seconds, matrices
-from gsm.measure.probe.record import Growth, Lever
+from gsm.measure.bench.arms import make_arm, resolve_arm
+from gsm.measure.probe.record import Lever
 from gsm.measure.probe.spec import ProbeSpec
-from gsm.measure.profile import Stepper
+from gsm.measure.probe.turns import Contender, gain, take_turns, with_noise, with_text
 from gsm.models import LoadedModel, load_model
-from gsm.quality import Arm, ModelSession, PlainArm, Progress
-from gsm.results import Profile
+from gsm.quality import GsmArm, PlainArm, Progress
 from gsm.stats import summary
 
 BATCH = 8
-_BLOCKS = 3
-_WARM_UP_STEPS = 4
+_SHORT = 16  # tokens in a cache that costs next to nothing
+_FEW_ROUNDS = 3  # for the batch: its steps are long
 KV_HOW = "decode steps over a cache of that length filled with random numbers"
-DTYPE_HOW = "all matrix products in bfloat16, the rest of a step as it is"
-BATCH_HOW = f"all matrix products for {BATCH} rows, and {BATCH} times attention and cache"
+DTYPE_HOW = "what bfloat16 changes in a step with an empty cache"
+BATCH_HOW = f"a step of {BATCH} sequences with empty caches, and {BATCH} times what the length adds"
 
 
 @dataclass
 class Levers:
-    """Predictions and measurements for one loaded model. ``prompt`` [batch, n >= the longest length]."""
+    """Predictions and measurements for one loaded model. ``prompt`` [batch, n >= the longest length].
+
+    ``empty_ms`` and ``full_ms`` are plain steps without and with the latest length's context, taken in turns.
+    """
 
     spec: ProbeSpec
     loaded: LoadedModel
     prompt: torch.Tensor
     progress: Progress
+    empty_ms: float | None = None
+    full_ms: float | None = None
+    _bfloat16: LoadedModel | None = field(default=None, repr=False)
 
-    # -- prediction ----------------------------------------------------------------------------------------------
+    def predict(self, lengths: tuple[int, ...]) -> Iterator[Lever]:
+        """Every lever at every length, all of one length in turns with plain transformers."""
+        weights = self._weight_turns()
+        for index, length in enumerate(lengths):
+            self.progress(f"predicting at {length} tokens", index, len(lengths))
+            arms = [self._arm(name) for name in self.spec.cache_levers]
+            contenders = [self._noise(_SHORT), self._noise(length), *(self._noise(length, arm) for arm in arms)]
+            empty, plain, *others = take_turns(contenders)
+            self.empty_ms, self.full_ms = _median(empty), _median(plain)
+            for name, turns in zip(self.spec.cache_levers, others, strict=True):
+                yield _lever(name, length, KV_HOW, self.full_ms, gain(plain, turns))
+            yield from self._predict_weights(weights, length)
 
-    def predict(self, growth: Growth, profile: Profile, lengths: tuple[int, ...]) -> Iterator[Lever]:
-        """One `Lever` per length and lever, those of the cache first."""
-        total, done = len(lengths) * len(self.spec.levers), 0
-        for length in lengths:
-            for name in self.spec.levers:
-                self.progress(f"predicting {name} at {length} tokens", done, total)
-                arm = make_arm(resolve_arm(name), self.loaded, self.spec.chunk_tokens, self.spec.text)
-                step_ms = self._noise_step_ms(arm, length, self.prompt.shape[0])
-                yield _lever(name, length, KV_HOW, growth.at(length), step_ms)
-                done += 1
-        for length in lengths:
-            yield from self._predict_weights(growth.at(length), profile, length)
+    def _weight_turns(self) -> dict[str, float]:
+        """Milliseconds of a step with an empty cache: as it is, in bfloat16, and of a batch."""
+        self.progress("predicting bfloat16 and batches", 0, 1)
+        contenders = {"plain": self._noise(_SHORT)}
+        if "bfloat16" in self.spec.levers and self._can_use_bfloat16():
+            contenders["bfloat16"] = self._noise(_SHORT, self._bfloat16_arm())
+        if "batch" in self.spec.levers and self.prompt.shape[0] == 1:
+            contenders["batch"] = with_noise(self._plain(), _SHORT, BATCH)
+        if len(contenders) == 1:
+            return {}
+        turns = dict(zip(contenders, take_turns(list(contenders.values())), strict=True))
+        plain = _median(turns["plain"])
+        return {name: plain / gain(turns["plain"], ms) for name, ms in turns.items()}
 
-    def _predict_weights(self, plain_ms: float, profile: Profile, length: int) -> Iterator[Lever]:
-        model, linear_ms = self.loaded.model, profile.parts_ms["linear"]
-        own = linear_seconds(model, self.prompt.shape[0])
-        if model.dtype == torch.float32 and _fits_twice(model):
-            ratio = linear_seconds(model, self.prompt.shape[0], torch.bfloat16) / own
-            yield _lever("bfloat16", length, DTYPE_HOW, plain_ms, plain_ms - linear_ms * (1 - ratio))
-        if self.prompt.shape[0] == 1:
-            ratio = linear_seconds(model, BATCH) / own
-            fixed = sum(profile.parts_ms[part] for part in ("host", "other", "smoothing"))
-            kv_ms = plain_ms - linear_ms - fixed
-            step_ms = linear_ms * ratio + fixed + BATCH * max(0.0, kv_ms)
-            yield _lever(f"batch {BATCH}", length, BATCH_HOW, plain_ms, step_ms / BATCH)
-
-    def _noise_step_ms(self, arm: Arm, length: int, batch_size: int, loaded: LoadedModel | None = None) -> float:
-        model = (loaded or self.loaded).model
-        kv = hf.observe_kv(model, batch_size)
-        with arm.open() as session:
-            assert isinstance(session, ModelSession)
-            hf.fill_with_noise(session.cache, kv, length)
-            token = self.prompt[:1, :1].expand(batch_size, 1)
-            return step_ms(session, token, num_blocks=1 if batch_size > self.prompt.shape[0] else _BLOCKS)
+    def _predict_weights(self, weights: dict[str, float], length: int) -> Iterator[Lever]:
+        assert self.full_ms is not None
+        assert self.empty_ms is not None
+        plain, length_ms = self.full_ms, max(0.0, self.full_ms - self.empty_ms)
+        if "bfloat16" in weights:
+            step_ms = length_ms + self.empty_ms * weights["bfloat16"] / weights["plain"]
+            yield _lever("bfloat16", length, DTYPE_HOW, plain, plain / step_ms)
+        if "batch" in weights:
+            step_ms = BATCH * length_ms + self.empty_ms * weights["batch"] / weights["plain"]
+            yield _lever(f"batch {BATCH}", length, BATCH_HOW, plain, BATCH * plain / step_ms)
 
     # -- verification --------------------------------------------------------------------------------------------
 
     def verify(self, levers: tuple[Lever, ...]) -> Iterator[Lever]:
-        """Every lever with what it really gives: real prompts for the cache's, the whole model for the weights'."""
-        plain: dict[int, float] = {}
-        for index, lever in enumerate(levers):
-            length = lever.context_tokens
-            if length not in plain:
-                self.progress(f"measuring {PLAIN} at {length} tokens", index, len(levers))
-                plain[length] = self._real_step_ms(PLAIN, length)
-            self.progress(f"measuring {lever.name} at {length} tokens", index, len(levers))
-            yield _measured(lever, plain[length], self._measure(lever))
+        """Every lever with what it really gives: real prompts for the cache's, whole models for the weights'."""
+        done = 0
+        for length in dict.fromkeys(lever.context_tokens for lever in levers):
+            here = [lever for lever in levers if lever.context_tokens == length]
+            by_text = [lever for lever in here if lever.how == KV_HOW]
+            if by_text:
+                self.progress(
+                    f"measuring {', '.join(lever.name for lever in by_text)} at {length} tokens", done, len(levers)
+                )
+                prompt = self.prompt[:, :length]
+                arms: list[PlainArm | GsmArm] = [self._plain(), *(self._arm(lever.name) for lever in by_text)]
+                plain, *others = take_turns([with_text(arm, prompt) for arm in arms])
+                for lever, turns in zip(by_text, others, strict=True):
+                    yield _measured(lever, _median(plain), gain(plain, turns))
+                done += len(by_text)
+            for lever in here:
+                if lever.how == KV_HOW:
+                    continue
+                self.progress(f"measuring {lever.name} at {length} tokens", done, len(levers))
+                yield self._measure_weights(lever, length)
+                done += 1
 
-    def _measure(self, lever: Lever) -> float:
-        length = lever.context_tokens
-        if lever.how == BATCH_HOW:
-            return self._noise_step_ms(PlainArm(self.loaded.model), length, BATCH) / BATCH
+    def _measure_weights(self, lever: Lever, length: int) -> Lever:
         if lever.how == DTYPE_HOW:
-            spec = self.spec
-            loaded = load_model(spec.model, dtype="bfloat16", threads=spec.threads, device=spec.device)
-            return self._noise_step_ms(PlainArm(loaded.model), length, self.prompt.shape[0], loaded)
-        return self._real_step_ms(lever.name, length)
+            plain, other = take_turns([self._noise(length), self._noise(length, self._bfloat16_arm())])
+            return _measured(lever, _median(plain), gain(plain, other))
+        batch = with_noise(self._plain(), length, BATCH)
+        plain, other = take_turns([self._noise(length), batch], _FEW_ROUNDS)
+        return _measured(lever, _median(plain), BATCH * gain(plain, other))
 
-    def _real_step_ms(self, name: str, length: int) -> float:
+    # -- arms ----------------------------------------------------------------------------------------------------
+
+    def _plain(self) -> PlainArm:
+        return PlainArm(self.loaded.model, chunk_tokens=self.spec.chunk_tokens)
+
+    def _arm(self, name: str) -> GsmArm:
         arm = make_arm(resolve_arm(name), self.loaded, self.spec.chunk_tokens, self.spec.text)
-        with arm.open() as session:
-            assert isinstance(session, ModelSession)
-            token = session.prefill(self.prompt[:, :length]).argmax(-1, keepdim=True)
-            return step_ms(session, token)
+        assert isinstance(arm, GsmArm)  # the spec refuses others
+        return arm
+
+    def _noise(self, num_tokens: int, arm: PlainArm | GsmArm | None = None) -> Contender:
+        return with_noise(arm or self._plain(), num_tokens, self.prompt.shape[0])
+
+    def _can_use_bfloat16(self) -> bool:
+        """Float32 weights, and room for them once more in half the size."""
+        model = self.loaded.model
+        device = model.device
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        return model.dtype == torch.float32 and sum(p.nbytes for p in model.parameters()) / 2 < 0.7 * free
+
+    def _bfloat16_arm(self) -> PlainArm:
+        if self._bfloat16 is None:
+            spec = self.spec
+            self._bfloat16 = load_model(spec.model, dtype="bfloat16", threads=spec.threads, device=spec.device)
+        return PlainArm(self._bfloat16.model, chunk_tokens=self.spec.chunk_tokens)
 
 
-def step_ms(session: ModelSession, token: torch.Tensor, num_blocks: int = _BLOCKS) -> float:
-    """Milliseconds per decode step: the median over blocks of 16, after a few steps that are thrown away."""
-    stepper = Stepper(session, token)
-    stepper.plain_block(_WARM_UP_STEPS)
-    blocks = [stepper.plain_block() for _ in range(num_blocks)]
-    return 1e3 * (summary([sum(block) / len(block) for block in blocks])["median"] or 0.0)
-
-
-def _lever(name: str, length: int, how: str, plain_ms: float, predicted_ms: float) -> Lever:
+def _lever(name: str, length: int, how: str, plain_ms: float, predicted_gain: float) -> Lever:
     return Lever(
         name=name,
         context_tokens=length,
         how=how,
         plain_ms=plain_ms,
-        predicted_ms=predicted_ms,
-        predicted_gain=plain_ms / predicted_ms,
+        predicted_ms=plain_ms / predicted_gain,
+        predicted_gain=predicted_gain,
     )
 
 
-def _measured(lever: Lever, plain_ms: float, measured_ms: float) -> Lever:
-    gain = plain_ms / measured_ms
+def _measured(lever: Lever, plain_ms: float, measured_gain: float) -> Lever:
     return lever.model_copy(
         update={
             "measured_plain_ms": plain_ms,
-            "measured_ms": measured_ms,
-            "measured_gain": gain,
-            "error": lever.predicted_gain / gain - 1,
+            "measured_ms": plain_ms / measured_gain,
+            "measured_gain": measured_gain,
+            "error": lever.predicted_gain / measured_gain - 1,
         }
     )
 
 
-def _fits_twice(model: torch.nn.Module) -> bool:
-    """Whether half of the weights' bytes are free once more, with room to spare."""
-    needed = sum(w.nbytes for w in matrices(model)) // 2
-    device = next(model.parameters()).device
-    free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return needed < 0.7 * free
+def _median(values: list[float]) -> float:
+    median = summary(values)["median"]
+    assert median is not None
+    return median

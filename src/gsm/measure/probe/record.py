@@ -85,6 +85,10 @@ class ProbeResult(Record):
     growth: Growth | None
     profile: Profile | None
     shares: Shares | None
+    empty_ms: float | None = Field(default=None, description="a plain step with an empty cache, in turns with full_ms")
+    full_ms: float | None = Field(
+        default=None, description="a plain step at the length asked for that is nearest to the request's"
+    )
     verdict: Verdict
     cheaper_first: tuple[str, ...] = ()
     levers: tuple[Lever, ...] = ()

@@ -16,6 +16,7 @@ from gsm.measure.probe.advice import cheaper_first
 from gsm.measure.probe.levers import Levers
 from gsm.measure.probe.record import Growth, Lever, ProbeResult
 from gsm.measure.probe.spec import ProbeSpec
+from gsm.measure.probe.turns import LEVER_STEPS
 from gsm.measure.probe.verdict import Evidence, judge, request_shares
 from gsm.measure.profile import BLOCK_STEPS, Blocks, Stepper, summarise, synchroniser
 from gsm.models import LoadedModel, load_model
@@ -62,6 +63,8 @@ class _Probe:
         self.token_ms: list[float] = []
         self.profile: Profile | None = None
         self.levers: list[Lever] = []
+        self.empty_ms: float | None = None
+        self.full_ms: float | None = None
         self.other_cpu_share: float | None = None
         self.interrupted = False
         self.notes: list[str] = []
@@ -101,15 +104,17 @@ class _Probe:
                 self.profile = summarise(blocks, middle)
 
     def ask_levers(self) -> None:
-        growth = self.growth()
-        if self.profile is None or growth is None:
-            return
         levers = Levers(self.spec, self.loaded, self.prompt, self.progress)
-        for lever in levers.predict(growth, self.profile, self.lengths):
+        for lever in levers.predict(self.lengths):
             self.levers.append(lever)
-        if self.spec.verify:
-            for index, lever in enumerate(levers.verify(tuple(self.levers))):
-                self.levers[index] = lever
+            if self._is_nearest(lever.context_tokens):
+                self.empty_ms, self.full_ms = levers.empty_ms, levers.full_ms
+        for measured in levers.verify(tuple(self.levers)) if self.spec.verify else ():
+            self.levers = [measured if _same(measured, lever) else lever for lever in self.levers]
+
+    def _is_nearest(self, length: int) -> bool:
+        """Whether no other length asked for is nearer to the one that was probed."""
+        return length == min(self.lengths, key=lambda other: abs(other - self.spec.prompt_tokens - self.new_tokens))
 
     # -- the result ----------------------------------------------------------------------------------------------
 
@@ -125,11 +130,17 @@ class _Probe:
             us_per_token=1e3 * line.slope, low=1e3 * line.low, high=1e3 * line.high, intercept_ms=line.intercept
         )
 
+    def _length_share(self) -> float | None:
+        if self.empty_ms is None or self.full_ms is None:
+            return None
+        return 1 - self.empty_ms / self.full_ms
+
     def result(self) -> ProbeResult:
         spec, growth = self.spec, self.growth()
         evidence = Evidence(
-            self.ttft_ms, self.new_tokens, len(self.token_ms), self.profile, growth, self.other_cpu_share
-        )
+            self.ttft_ms, self.new_tokens, len(self.token_ms), self.profile, growth, self.other_cpu_share,
+            self._length_share(),
+        )  # fmt: skip
         shares = request_shares(self.ttft_ms, self.new_tokens, self.profile) if self.profile else None
         return ProbeResult(
             environment=self.environment.model_copy(
@@ -153,6 +164,8 @@ class _Probe:
             growth=growth,
             profile=self.profile,
             shares=shares,
+            empty_ms=self.empty_ms,
+            full_ms=self.full_ms,
             verdict=judge(evidence, NOISY_SHARE),
             cheaper_first=tuple(cheaper_first(self.loaded, spec.batch_size, self.profile, self.levers)),
             levers=tuple(self.levers),
@@ -161,14 +174,18 @@ class _Probe:
         )
 
 
+def _same(a: Lever, b: Lever) -> bool:
+    return (a.name, a.context_tokens) == (b.name, b.context_tokens)
+
+
 def _new_tokens(spec: ProbeSpec, loaded: LoadedModel) -> int:
     """As many new tokens as the model's window has room for. Raises InputError when it has none."""
     window = loaded.arch.max_position_embeddings
     for length in spec.lengths:
-        check_window(loaded, length, 4 * BLOCK_STEPS + 8)  # what a lever's measurement decodes
+        check_window(loaded, length, LEVER_STEPS)  # what a lever's measurement decodes
     if not window:
         return spec.new_tokens
-    room = window - spec.prompt_tokens - (0 if spec.lengths else 4 * BLOCK_STEPS + 8)
+    room = window - spec.prompt_tokens - (0 if spec.lengths else LEVER_STEPS)
     if room < 2:
         raise InputError(
             f"a prompt of {spec.prompt_tokens} tokens leaves no room for new ones in {loaded.name}, which was trained "

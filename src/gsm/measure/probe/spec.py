@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from gsm.errors import InputError
 from gsm.measure.bench import PLAIN, resolve_arms
 
-DEFAULT_LEVERS = ("tiers", "sparse", "sparse-int4")
+WEIGHT_LEVERS = ("bfloat16", "batch")
+DEFAULT_LEVERS = ("tiers", "sparse", "sparse-int4", *WEIGHT_LEVERS)
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class ProbeSpec:
     """One request of ``batch_size`` sequences, and the levers whose gain is asked for.
 
     ``lengths`` are the contexts at which levers are predicted; empty: the request's own last one. ``levers`` are arms
-    of `gsm bench` or config files. ``verify`` measures what was predicted. Raises InputError for what makes no sense.
+    of `gsm bench`, config files, ``bfloat16`` or ``batch`` (8 sequences instead of one). ``verify`` measures what was
+    predicted. Raises InputError for what makes no sense.
     """
 
     model: str
@@ -42,5 +44,13 @@ class ProbeSpec:
             raise InputError(f"wait_s is {self.wait_s}; it must not be negative")
         if PLAIN in self.levers:
             raise InputError(f"'{PLAIN}' is what levers are compared with; leave it out of --levers")
-        if self.levers:
-            resolve_arms(self.levers)
+        for arm in resolve_arms(self.cache_levers) if self.cache_levers else ():
+            if arm.config is not None and arm.config.smoothing.active:
+                raise InputError(
+                    f"lever '{arm.name}' smooths the model; `gsm smooth` judges that, leave it out of --levers"
+                )
+
+    @property
+    def cache_levers(self) -> tuple[str, ...]:
+        """The levers that are arms of `gsm bench` or config files."""
+        return tuple(name for name in self.levers if name not in WEIGHT_LEVERS)

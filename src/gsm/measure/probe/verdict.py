@@ -25,6 +25,7 @@ class Evidence:
     profile: Profile | None
     growth: Growth | None
     other_cpu_share: float | None = None
+    length_share: float | None = None  # of a step: what it takes longer than with an empty cache
 
 
 def step_parts(profile: Profile) -> dict[str, float]:
@@ -56,7 +57,7 @@ def judge(evidence: Evidence, noisy_share: float = 0.1) -> Verdict:
             kind="prefill",
             because=f"{shares.prefill:.0%} of the request's time passes before its first token",
         )
-    return _judge_step(evidence.profile, evidence.growth)
+    return _judge_step(evidence.profile, evidence.growth, evidence.length_share)
 
 
 def _doubt(evidence: Evidence, noisy_share: float) -> str | None:
@@ -73,7 +74,7 @@ def _doubt(evidence: Evidence, noisy_share: float) -> str | None:
     return None
 
 
-def _judge_step(profile: Profile, growth: Growth | None) -> Verdict:
+def _judge_step(profile: Profile, growth: Growth | None, length_share: float | None) -> Verdict:
     parts = step_parts(profile)
     first, second = sorted(parts, key=lambda name: -parts[name])[:2]
     total = sum(parts.values())
@@ -87,10 +88,13 @@ def _judge_step(profile: Profile, growth: Growth | None) -> Verdict:
         )
     share = f"{_LABELS[first]} takes {parts[first] / total:.0%} of a step after {profile.context_tokens} tokens"
     if first == "kv":
-        if growth is None or growth.low <= 0:
+        if growth is not None and growth.low > 0:
+            share += f" and grows by {growth.us_per_token:.3g} us with each token"
+        elif length_share is not None and length_share > parts["kv"] / total / 2:
+            share += f", and {length_share:.0%} of a step goes with its context"
+        else:
             return Verdict(
                 kind="cannot_tell",
                 because=f"{share}, but time does not measurably grow with length; probe a longer stretch",
             )
-        share += f" and grows by {growth.us_per_token:.3g} us with each token"
     return Verdict(kind=first, because=share)  # type: ignore[arg-type]

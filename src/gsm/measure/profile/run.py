@@ -23,22 +23,34 @@ MAX_SUM_ERROR, MAX_OTHER_SHARE = 0.05, 0.10  # beyond these a profile does not e
 
 @dataclass
 class Blocks:
-    """Seconds per step of plain blocks; seconds per step by label of timed ones and of those without choosing."""
+    """Seconds per step of plain blocks; seconds per step by label of timed ones and of those without choosing.
+
+    Blocks of one kind are one round apart, those of different kinds in one round are neighbours in time.
+    """
 
     plain_s: list[float] = field(default_factory=list)
     timed: list[dict[str, float]] = field(default_factory=list)
     replayed: list[dict[str, float]] = field(default_factory=list)
 
-    def label_ms(self) -> dict[str, float]:
-        """Medians over blocks in ms per step; choosing pages is what a replay of the choice saves."""
+    def timed_to_plain(self) -> float:
+        """How much longer a step takes with timers inside: the median ratio of neighbours, which drift together."""
+        pairs = zip(self.timed, self.plain_s, strict=False)
+        return _median([sum(timed.values()) / plain for timed, plain in pairs])
+
+    def shares(self) -> dict[str, float]:
+        """Share of a timed step by label, medians over blocks, made to sum to 1."""
         labels = {label for block in self.timed for label in block}
-        by_label = {label: _median_ms([block.get(label, 0.0) for block in self.timed]) for label in labels}
-        if self.replayed:
-            attention = by_label.get(ATTENTION, 0.0)
-            without_choosing = _median_ms([block.get(ATTENTION, 0.0) for block in self.replayed])
-            by_label["selection"] = max(0.0, attention - without_choosing)
-            by_label[ATTENTION] = attention - by_label["selection"]
-        return by_label
+        shares = {
+            label: _median([block.get(label, 0.0) / sum(block.values()) for block in self.timed]) for label in labels
+        }
+        total = sum(shares.values())
+        return {label: share / total for label, share in shares.items()}
+
+    def choosing_share(self) -> float:
+        """Share of attention's time that goes into choosing pages: what a replay of the choice saves."""
+        pairs = zip(self.timed, self.replayed, strict=False)
+        saved = [1 - replayed.get(ATTENTION, 0.0) / timed[ATTENTION] for timed, replayed in pairs]
+        return max(0.0, _median(saved)) if saved else 0.0
 
 
 NUM_ROUNDS = 3
@@ -68,24 +80,28 @@ def profile_session(session: ModelSession, token: torch.Tensor, num_rounds: int 
 
 def summarise(blocks: Blocks, context_tokens: int) -> Profile:
     """The record of some blocks, of which at least one is plain and one timed."""
-    by_label = blocks.label_ms()
+    step_ms, ratio = 1e3 * _median(blocks.plain_s), blocks.timed_to_plain()
+    by_label = {label: share * step_ms * ratio for label, share in blocks.shares().items()}
     host = {label.split(".", 1)[1]: ms for label, ms in by_label.items() if label.startswith(f"{HOST}.")}
     parts = {part: by_label.get(part, 0.0) for part in PARTS}
     parts[HOST] = sum(host.values())
-    step_ms, sum_ms = _median_ms(blocks.plain_s), sum(parts.values())
-    sum_error, other_share = sum_ms / step_ms - 1, parts["other"] / step_ms
+    parts["selection"] = parts[ATTENTION] * blocks.choosing_share()
+    parts[ATTENTION] -= parts["selection"]
+    sum_error, other_share = ratio - 1, parts["other"] / step_ms
     return Profile(
         context_tokens=context_tokens,
         num_steps=BLOCK_STEPS * (len(blocks.plain_s) + len(blocks.timed) + len(blocks.replayed)),
         step_ms=Spread(**summary([1e3 * s for s in blocks.plain_s])),
         parts_ms=parts,
         host_parts_ms=dict(sorted(host.items(), key=lambda item: -item[1])),
-        sum_ms=sum_ms,
+        sum_ms=sum(parts.values()),
         sum_error=sum_error,
         other_share=other_share,
         explains_step=abs(sum_error) <= MAX_SUM_ERROR and other_share <= MAX_OTHER_SHARE,
     )
 
 
-def _median_ms(seconds: Sequence[float]) -> float:
-    return 1e3 * (summary(seconds)["median"] or 0.0)
+def _median(values: Sequence[float]) -> float:
+    median = summary(values)["median"]
+    assert median is not None
+    return median
