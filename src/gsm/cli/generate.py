@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 @click.option("--prompt-file", metavar="FILE", help="A UTF-8 file that holds the prompt.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--config", metavar="FILE", help="Config file, or the name of an arm such as sparse.")
+@click.option("--endless", is_flag=True, help="Go on past the trained window in fixed memory, forgetting the oldest.")
+@click.option("--keep-tokens", type=click.IntRange(min=16), help="What --endless keeps; 3/4 of the trained window.")
+@click.option("--ignore-eos", is_flag=True, help="Never choose the end of the text before --max-new-tokens.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -41,21 +44,30 @@ def command(
     config: str | None,
     chat: bool | None,
     json_path: str | None,
+    endless: bool,
+    keep_tokens: int | None,
+    ignore_eos: bool,
     **sampling: Any,
 ) -> None:
     """Generate text with MODEL through the tiered cache, streaming it to standard output."""
     text = read_prompt(prompt, prompt_file)
     check_json_path(json_path)
+    from gsm.config.endless import endless_config
     from gsm.errors import InputError
     from gsm.measure.bench import resolve_arm
     from gsm.models import load_model
 
+    if (endless and config) or (keep_tokens and not endless):
+        raise InputError("--endless brings its own config and --keep-tokens belongs to it; give --endless alone")
     settings = resolve_arm(config or "tiers").config
     if settings is None:
         raise InputError(f"'{config}' is plain transformers; give a config file, full, tiers or sparse")
     click.echo(f"loading {model} ...", err=True)
     loaded = load_model(model, dtype=dtype, threads=threads, device=device)
-    result = stream(loaded, settings, encode_prompt(loaded, text, chat), on_text=_show, **sampling)
+    if endless:
+        settings = endless_config(loaded.arch.max_position_embeddings, keep_tokens)
+    ids = encode_prompt(loaded, text, chat)
+    result = stream(loaded, settings, ids, on_text=_show, ignore_eos=ignore_eos, **sampling)
     click.echo()
     click.echo(summary_line(result), err=True)
     save(json_path, result)
@@ -108,10 +120,11 @@ def stream(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    ignore_eos: bool = False,
 ) -> GenerateResult:
     """Generate after ``ids`` [1, n] with ``model.generate`` inside `gsm.attach`; a temperature of 0 is greedy.
 
-    Raises InputError when the prompt does not fit the model's window.
+    Raises InputError when the prompt does not fit the model's window, unless positions are compacted.
     """
     import torch
 
@@ -119,12 +132,17 @@ def stream(
     from gsm.measure.bench.prompt import check_window
     from gsm.results import GenerateResult, collect_environment
 
-    check_window(loaded, ids.shape[1], max_new_tokens)
+    if config.cache.positions == "logical":
+        check_window(loaded, ids.shape[1], max_new_tokens)
     environment = collect_environment(
         model=loaded.name, dtype=str(loaded.model.dtype).removeprefix("torch."), threads=torch.get_num_threads()
     )
     deltas = TextDeltas(loaded.tokenizer, ids.shape[1], on_text)
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+    if ignore_eos:
+        sampling["min_new_tokens"] = max_new_tokens
     torch.manual_seed(seed)
     with gsm.attach(loaded.model, config) as handle:
         deltas.start()
