@@ -29,7 +29,7 @@ class Collector:
                 events.append(self._advance(work.sequence, self._accepted(work, block), []))
                 continue
             choices = [work.sequence]
-            if work.sequence is work.sequence.request.leader and work.sequence.num_generated == 0:
+            if work.sequence.is_unforked:
                 choices += self._engine.fork(work.sequence)
             plain += choices
             rows += [block[0]] * len(choices)

@@ -109,6 +109,11 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def is_unforked(self) -> bool:
+        """Whether it computes the prompt of choices that are still to be forked from it."""
+        return self.num_generated == 0 and self is self.request.leader
+
+    @property
     def is_decoding(self) -> bool:
         return self.slot is not None and self.num_remaining == 1 and self.num_computed >= self.num_prompt_tokens
 

@@ -147,7 +147,8 @@ class Scheduler:
         if sequence is None:
             return None
         num_choices = 1 if sequence.num_generated else len(sequence.request.sequences)
-        if self.running and len(self.running) + num_choices > self.limits.max_running:
+        unforked = sum(len(s.request.sequences) - 1 for s in self.running if s.is_unforked)
+        if self.running and len(self.running) + unforked + num_choices > self.limits.max_running:
             return None
         wants = {s.slot: s.num_remaining for s in self.running if s.slot is not None}
         spare = self._room.manager.config.page_size * (num_choices + len(self.running))
