@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,8 @@ class DecoderAttention(nn.Module):
     page tables live outside the graph. Raises ConfigError or InputError.
     """
 
+    rope: Tensor | None
+
     def __init__(
         self,
         embed_dim: int,
@@ -65,7 +67,7 @@ class DecoderAttention(nn.Module):
         if self.is_cross and rope_theta is not None:
             raise ConfigError("rope_theta has no meaning between two sequences; leave it out for cross attention")
         source, width = memory_dim or embed_dim, num_kv_heads * self.head_dim
-        made = {"bias": bias, "device": device, "dtype": dtype}
+        made: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, num_heads * self.head_dim, **made)
         self.k_proj = nn.Linear(source, width, **made)
         self.v_proj = nn.Linear(source, width, **made)
