@@ -33,13 +33,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     environment = collect_environment(model=options.model, threads=torch.get_num_threads())
-    rows = [measure(name, options) for name in options.formats]
-    for row in rows:
-        print(row)
-    if options.json:
-        environment = environment.model_copy(update={"load_average_after": load_average()})
-        result = {"environment": environment.model_dump(mode="json"), "formats": rows}
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    rows = []
+    for name in options.formats:
+        rows.append(measure(name, options))
+        print(rows[-1], flush=True)
+        if options.json:  # after every format, so that an interrupt keeps what is complete
+            environment = environment.model_copy(update={"load_average_after": load_average()})
+            result = {"environment": environment.model_dump(mode="json"), "formats": rows}
+            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:

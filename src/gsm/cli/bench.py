@@ -6,7 +6,15 @@ from typing import Any
 
 import click
 
-from gsm.cli.common import backend_option, check_json_path, json_option, model_options, progress_bar, quality_options, save
+from gsm.cli.common import (
+    backend_option,
+    check_json_path,
+    json_option,
+    model_options,
+    progress_bar,
+    quality_options,
+    save,
+)
 from gsm.cli.tables import print_bench
 
 
@@ -29,9 +37,7 @@ from gsm.cli.tables import print_bench
 @click.option("--profile", is_flag=True, help="Split a decode step of every arm into its parts.")
 @click.option("--wait", "wait_s", type=click.FloatRange(min=0), default=60.0, help="Seconds to wait for quiet.")
 @json_option
-def command(
-    arms: str, quality: bool, json_path: str | None, backend: str, window_tokens: int, **sizes: Any
-) -> int:
+def command(arms: str, quality: bool, json_path: str | None, backend: str, window_tokens: int, **sizes: Any) -> int:
     """Speed, memory and quality of several ways to run MODEL, side by side on this machine.
 
     MODEL is a directory, a hub id, a .gguf file, or the word demo. Ctrl-C keeps what is complete.

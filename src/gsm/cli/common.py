@@ -27,6 +27,29 @@ def model_options(command: F) -> F:
     return command
 
 
+def backend_option(command: F) -> F:
+    """--backend and --window."""
+    for decorate in (
+        click.option(
+            "--window",
+            "window_tokens",
+            type=click.IntRange(min=64),
+            default=2048,
+            show_default=True,
+            help="Window of the llamacpp back end: what it never exceeds.",
+        ),
+        click.option(
+            "--backend",
+            type=click.Choice(("transformers", "llamacpp")),
+            default="transformers",
+            show_default=True,
+            help="llamacpp runs a .gguf file in llama.cpp itself.",
+        ),
+    ):
+        command = decorate(command)
+    return command
+
+
 def json_option(command: F) -> F:
     """--json FILE."""
     option = click.option("--json", "json_path", metavar="FILE", help="Write the result here as JSON.")

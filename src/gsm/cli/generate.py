@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gsm.cli.common import check_json_path, json_option, model_options, save
+from gsm.cli.common import backend_option, check_json_path, json_option, model_options, save
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 @click.command()
 @model_options
+@backend_option
+@click.option(
+    "--forget",
+    type=click.Choice(("same", "oldest", "half")),
+    default="same",
+    show_default=True,
+    help="What the llamacpp back end forgets when its window is full.",
+)
+@click.option("--system", help="System prompt of the llamacpp back end; never forgotten.")
 @click.option("--prompt", help="The prompt itself.")
 @click.option("--prompt-file", metavar="FILE", help="A UTF-8 file that holds the prompt.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
@@ -47,11 +56,21 @@ def command(
     endless: bool,
     keep_tokens: int | None,
     ignore_eos: bool,
+    backend: str,
+    window_tokens: int,
+    forget: str,
+    system: str | None,
     **sampling: Any,
 ) -> None:
     """Generate text with MODEL through the tiered cache, streaming it to standard output."""
     text = read_prompt(prompt, prompt_file)
     check_json_path(json_path)
+    if backend == "llamacpp":
+        if endless:
+            raise click.UsageError("--endless is for the transformers back end; llamacpp never exceeds its --window")
+        keeping = {"window_tokens": window_tokens, "forget": forget}
+        _llamacpp(model, text, keeping, threads, json_path, system=system, chat=chat, **sampling)
+        return
     from gsm.config.endless import endless_config
     from gsm.errors import InputError
     from gsm.measure.bench import resolve_arm
@@ -68,6 +87,20 @@ def command(
         settings = endless_config(loaded.arch.max_position_embeddings, keep_tokens)
     ids = encode_prompt(loaded, text, chat)
     result = stream(loaded, settings, ids, on_text=_show, ignore_eos=ignore_eos, **sampling)
+    click.echo()
+    click.echo(summary_line(result), err=True)
+    save(json_path, result)
+
+
+def _llamacpp(
+    model: str, text: str, keeping: dict[str, Any], threads: int | None, json_path: str | None, **sampling: Any
+) -> None:
+    from gsm.integrations.llamacpp import EndlessOptions, generate_gguf, load_gguf
+    from gsm.models.sources import DEMO, demo_gguf_path
+
+    options = EndlessOptions(**keeping)
+    llm = load_gguf(demo_gguf_path() if model == DEMO else model, options.window_tokens, threads)
+    result = generate_gguf(llm, text, options=options, on_text=_show, **sampling)
     click.echo()
     click.echo(summary_line(result), err=True)
     save(json_path, result)
