@@ -271,8 +271,9 @@ class _Tuner:
         if proposed is None:
             reason = self.combined[-1].reason if self.combined else "nothing was measured"
             return f"nothing is proposed: {reason}"
-        words = why(self.against_plain[-1])
-        return f"worth it at {self._longest} tokens, against plain transformers: {words}"
+        last = self.against_plain[-1]
+        slower = "" if last.faster else ", but no less time per token"
+        return f"proposed for {self._longest} tokens; against plain transformers: {why(last)}{slower}"
 
     def _notes(self) -> list[str]:
         plan = self.spec.plan
@@ -282,6 +283,10 @@ class _Tuner:
             notes.append(
                 f"{windows} windows of {plan.window_tokens} tokens per length are an impression, not a bar; confirm "
                 "the proposal with `gsm eval`"
+            )
+        if self.against_plain and not self.against_plain[-1].faster:
+            notes.append(
+                "this saves KV memory only; `gsm bench` shows whether the peak of the whole process falls as well"
             )
         for comparison in self.against_plain:
             if comparison.slower and comparison.prompt_tokens < self._longest:
