@@ -51,6 +51,7 @@ def print_explanation(result: ExplainResult, name: str) -> None:
         rows = [[r["reason"], str(r["at_num_tokens"]), f"{r['num_tokens'] / total:.2%}"] for r in positions["removals"]]
         print_table("Removed", ["by", "at length", "share of tokens"], rows)
     if result.token is not None:
-        columns = ["layer", "head", "tier", "page", "page_id", "stored", "unit", "removed_by", "removed_at"]
+        columns = ["layer", "head", "tier", "page", "page_id", "stored", "unit", "compact_position"]
+        columns += ["removed_by", "removed_at"]
         rows = [["" if place[c] is None else str(place[c]) for c in columns] for place in result.token]
         print_table("The token", columns, rows)

@@ -125,8 +125,7 @@ class Compactor:
         state.num_tokens -= tokens
         state.num_complete -= shift
         state.num_judged = max(0, state.num_judged - tokens)
-        if hasattr(state, "num_unwindowed"):
-            state.num_unwindowed = max(0, state.num_unwindowed - tokens)
+        state.num_unwindowed = max(0, state.num_unwindowed - tokens)
         state.demoted = range(min(state.demoted.start, num_packed), num_packed)
         unbounded = [group for group in manager.groups if not _has_window(group)]
         state.num_dropped -= min(state.num_dropped, shift * sum(group.streams_per_slot for group in unbounded))
@@ -217,7 +216,7 @@ def _own_copies(group: StreamGroup, ids: Tensor, shared: Tensor, is_demoted: Ten
 
 
 def _has_window(group: StreamGroup) -> bool:
-    return getattr(group.geometry, "window", None) is not None
+    return group.geometry.window is not None
 
 
 def _packing(present: Tensor, num_packed: int, to_the_left: bool) -> Tensor:
@@ -307,7 +306,7 @@ def make_compactor(config: CacheConfig, arch: ModelArch) -> Compactor | None:
     limit = arch.max_position_embeddings
     if limit <= 0:
         raise UnsupportedModel(f"{arch.model_type} does not say how many positions it was trained for")
-    if any(getattr(layer, "chunked", False) for layer in arch.layers):
+    if any(layer.chunked for layer in arch.layers):
         raise UnsupportedModel(
             f"{arch.model_type} aligns attention to fixed positions, which compaction moves; use positions: logical"
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gsm.errors import KVError
+from gsm.kv.compact import num_cut_tokens
 from gsm.kv.removal import removal_code
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def forget_unseen(group: StreamGroup, slot: int, state: SequenceState) -> None:
     entries = group.table[slot, : len(group.rows), :, first:last]
     before = entries.clone()
     group.release(slot, first, last, state.demoted)
-    entries.copy_(torch.where(before >= 0, removal_code(state.num_tokens, "window"), before))
+    code = removal_code(state.num_tokens + num_cut_tokens(state, page_size), "window")
+    entries.copy_(torch.where(before >= 0, code, before))
     group.has_holes = True
 
 
