@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +75,17 @@ def drain(engine: Engine, between: Callable[[int], None] | None = None, most: in
 
 
 def solo(loaded: LoadedModel, settings: dict[str, Any], ids: list[int], sampling: SamplingParams) -> Outcome:
-    """The request alone in an engine of its own, without prefix reuse and drafts."""
+    """The request alone in an engine of its own, without prefix reuse and drafts; computed once per test run."""
+    key = (id(loaded.model), json.dumps(settings, sort_keys=True), tuple(ids), repr(sampling))
+    if key not in _SOLO:
+        _SOLO[key] = _solo(loaded, settings, ids, sampling)
+    return _SOLO[key]
+
+
+_SOLO: dict[tuple[object, ...], Outcome] = {}
+
+
+def _solo(loaded: LoadedModel, settings: dict[str, Any], ids: list[int], sampling: SamplingParams) -> Outcome:
     alone = {**settings, "engine": {**settings["engine"], "prefix_cache": False, "draft_tokens": 0, "kv_pages": None}}
     with Engine(loaded, alone) as engine:
         engine.add("solo", list(ids), sampling)

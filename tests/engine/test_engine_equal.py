@@ -21,7 +21,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "sparse": config(SPARSE),
     "int4 sparse": config({"sparse": WIDER, "page_size": 8, "hot_size": 16, "warm": {"codec": "int4"}}),
 }
-LENGTHS = (1, 3, 16, 17, 30, 47, 64, 75)
+LENGTHS = (1, 16, 17, 47, 75)
 NEW = SamplingParams(max_tokens=20, logprobs=2)
 
 
@@ -46,7 +46,7 @@ def assert_same(ours: Outcome, alone: Outcome, tolerance: float = 1e-4) -> None:
 
 
 @pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_order_of_arrival_equals_solo(arm: str, seed: int, tiny: LoadedModel) -> None:
     order = random.Random(seed)
     arrivals = {f"r{i}": (order.randrange(12), prompt(n, seed=i)) for i, n in enumerate(LENGTHS)}
@@ -86,7 +86,7 @@ def test_packed_rows_of_other_families(family: str, tiny_model: Any) -> None:
 @pytest.mark.parametrize("arm", ["full", "int8", "sparse"])
 def test_six_requests_in_a_pool_for_two(arm: str, tiny: LoadedModel) -> None:
     settings = ARMS[arm]  # CASES D3; preempted requests compute anew what they had
-    prompts, sampling = {f"r{i}": prompt(40, seed=i) for i in range(6)}, SamplingParams(max_tokens=30, logprobs=2)
+    prompts, sampling = {f"r{i}": prompt(40, seed=i) for i in range(6)}, SamplingParams(max_tokens=24, logprobs=2)
     with Engine(tiny, {**settings, "engine": {**settings["engine"], "kv_pages": 32}}) as engine:
         for name, ids in prompts.items():
             engine.add(name, ids, sampling)

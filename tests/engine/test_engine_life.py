@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ def tiny(tiny_model: Any) -> LoadedModel:
     return load(tiny_model("llama"))
 
 
-@pytest.mark.parametrize("when", range(8))
+@pytest.mark.parametrize("when", [0, 1, 2, 4, 7])
 def test_cancel_at_any_point_gives_every_page_back(when: int, tiny: LoadedModel) -> None:
     with Engine(tiny, config(prefix_cache=False)) as engine:
         engine.add("one", prompt(60), SamplingParams(max_tokens=30))
@@ -126,6 +127,22 @@ def test_what_the_engine_does_not_serve_is_refused(tiny: LoadedModel, tiny_model
     assert tiny.model.config._attn_implementation == "sdpa"
 
 
+def test_two_engines_in_two_threads(tiny: LoadedModel, tiny_model: Any) -> None:
+    other = load(tiny_model("llama", seed=1))  # CASES D12: two models, prompts and configs at the same time
+    jobs = [(tiny, config(PLAIN), prompt(60)), (other, config({"page_size": 8, "hot_size": 16}), prompt(45, seed=3))]
+
+    def run(job: tuple[LoadedModel, dict[str, Any], list[int]]) -> list[int]:
+        loaded, settings, ids = job
+        with Engine(loaded, settings) as engine:
+            engine.add("r", list(ids), SamplingParams(max_tokens=25))
+            return drain(engine)["r", 0].token_ids
+
+    alone = [run(job) for job in jobs]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, jobs)) == alone
+
+
+@pytest.mark.slow
 def test_a_thousand_requests_leave_no_page(tiny: LoadedModel) -> None:
     with Engine(tiny, config(kv_pages=100)) as engine:  # CASES D4
         for i in range(1000):
