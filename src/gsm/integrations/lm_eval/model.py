@@ -24,7 +24,7 @@ Request = tuple[tuple[str, str], list[int], list[int]]  # texts, context ids, co
 
 
 @register_model("gsm")
-class GsmLM(HFLM):  # type: ignore[misc]  # the harness is not typed
+class GsmLM(HFLM):
     """``pretrained`` is what `gsm.load_model` takes; ``config`` a preset's name or a config file."""
 
     def __init__(

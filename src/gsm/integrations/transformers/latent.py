@@ -39,4 +39,4 @@ def _expansion(module: nn.Module, latent_dim: int, like: Tensor) -> Tensor:
         weight = projection.weight
     else:  # quantised, or with an adapter: ask it what it does
         weight = projection(torch.eye(latent_dim, dtype=like.dtype, device=like.device)).T
-    return weight.unflatten(0, (module.config.num_attention_heads, -1))  # type: ignore[union-attr, arg-type]
+    return weight.unflatten(0, (module.config.num_attention_heads, -1))  # type: ignore[union-attr]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from gsm.arch import ModelArch
 from gsm.errors import KVError
 
 
-def make_layers(model_config: PretrainedConfig, arch: ModelArch) -> list[LinearAttentionCacheLayerMixin]:
+def make_layers(model_config: PretrainedConfig, arch: ModelArch) -> list[Any]:
     """One transformers cache layer per layer of a model with states (those of attention stay empty), or none at all."""
     if not any(layer.kind == "linear" or layer.state_elements for layer in arch.layers):
         return []
@@ -28,7 +29,7 @@ def make_layers(model_config: PretrainedConfig, arch: ModelArch) -> list[LinearA
 class States:
     """The states of one cache: a view of those of its layers that have any."""
 
-    def __init__(self, layers: list[LinearAttentionCacheLayerMixin]) -> None:
+    def __init__(self, layers: list[Any]) -> None:
         self._layers = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
         self.spoiled = False  # a forward pass failed in the middle
 
@@ -71,7 +72,7 @@ class States:
     def select(self, indices: Tensor) -> None:
         """Row i becomes what row `indices[i]` was."""
         for layer in self._layers:
-            LinearAttentionCacheLayerMixin.reorder_cache(layer, indices)
+            LinearAttentionCacheLayerMixin.reorder_cache(layer, indices.long())  # type: ignore[arg-type]
 
 
 def _tensors(layer: LinearAttentionCacheLayerMixin) -> Iterator[Tensor]:
@@ -81,7 +82,7 @@ def _tensors(layer: LinearAttentionCacheLayerMixin) -> Iterator[Tensor]:
             yield state
 
 
-def twin_layers(layers: list[LinearAttentionCacheLayerMixin]) -> list[LinearAttentionCacheLayerMixin]:
+def twin_layers(layers: list[Any]) -> list[Any]:
     """Independent copies with the same states."""
     with torch.no_grad():
         return copy.deepcopy(layers)

@@ -182,7 +182,7 @@ def _speeds(arms: list[GgufArm], prompt: torch.Tensor, spec: GgufBenchSpec, prog
     for run in range(spec.runs):
         for index, arm in enumerate(arms):
             progress(f"run {run + 1}: {arm.name}", run * len(arms) + index, spec.runs * len(arms))
-            ttft, tpot, stats = timed_run(arm, prompt, spec.new_tokens)  # type: ignore[arg-type]
+            ttft, tpot, stats = timed_run(arm, prompt, spec.new_tokens)
             ttfts, tpots, _ = speeds.get(arm.name, ([], [], stats))
             speeds[arm.name] = ([*ttfts, ttft], tpots if tpot is None else [*tpots, tpot], stats)
     return speeds
