@@ -70,6 +70,11 @@ _STATE_IN_MODEL = Family(
     reason="it keeps its recurrent state inside the model's layers, where no cache can hold, fork or restore it",
     packable_reason="a recurrent state would run from one sequence into the next",
 )
+_SHARED_BLOCK = Family(
+    support="refused",
+    reason="one attention block serves several of its layers, a layout that GSM has not been checked with",
+    packable_reason="a recurrent state would run from one sequence into the next",
+)
 _STATE_ONLY = Family(
     layout="state_only",
     support="not_worth_it",
@@ -86,6 +91,8 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox_japanese": _OWN_ATTENTION,
     "xglm": _OWN_ATTENTION,
     "recurrent_gemma": _STATE_IN_MODEL,
+    "zamba": _SHARED_BLOCK,
+    "zamba2": _SHARED_BLOCK,
     "mamba": _STATE_ONLY,
     "mamba2": _STATE_ONLY,
     "falcon_mamba": _STATE_ONLY,

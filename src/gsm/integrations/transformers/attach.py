@@ -164,7 +164,9 @@ class _Begin:
         rows, columns = _input_shape(args, kwargs)
         step = cache.begin(rows, columns, _padding(kwargs.get("attention_mask"), columns))
         CURRENT_FORWARD.set(Forward(cache, step, columns))
-        positions = {"position_ids": cache.position_ids(rows, columns, self.handle.model.device)} if cache.is_endless else {}
+        positions = (
+            {"position_ids": cache.position_ids(rows, columns, self.handle.model.device)} if cache.is_endless else {}
+        )
         return args, {**kwargs, keyword: cache, **positions}
 
     def _ours(self, cache: Any, use_cache: bool | None) -> Cache | None:
