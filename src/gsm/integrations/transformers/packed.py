@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from gsm.config import GsmConfig, SparseConfig
 from gsm.core.batch import Span
-from gsm.errors import UnsupportedModel
+from gsm.errors import ConfigError, UnsupportedModel
 from gsm.integrations.transformers.cache import Cache
 from gsm.integrations.transformers.step import AttentionStep
 from gsm.kv.manager import KVManager
@@ -24,6 +24,8 @@ class PackedCache(Cache):
 
     def __init__(self, model: PreTrainedModel, config: GsmConfig) -> None:
         super().__init__(model, config)
+        if config.cache.positions == "compact":
+            raise ConfigError("positions: compact renumbers tokens and is not served by the engine; use gsm.attach")
         if self.layers:
             raise UnsupportedModel(
                 f"{self.arch.model_type}: some layers keep a recurrent state, which one row of several sequences "
