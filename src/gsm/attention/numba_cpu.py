@@ -129,7 +129,7 @@ class _Plan:
 
     def run(self, query: Tensor, table: Tensor) -> DecodeResult:
         """One layer: `query [B, Hq, k_dim]`, `table` of the layer."""
-        heads = query.float().contiguous()
+        heads = query if query.dtype == torch.float32 and query.is_contiguous() else query.float().contiguous()
         out = torch.empty(self.shapes[0])
         pages = torch.empty(self.shapes[1], dtype=torch.long)
         mass = torch.empty(self.shapes[1])
@@ -137,7 +137,7 @@ class _Plan:
             field[0] = tensor.data_ptr()
         self.counters[:] = self.start
         run_team(self.function, self.block_address)
-        return DecodeResult(out.to(query.dtype), pages, mass)
+        return DecodeResult(out if query.dtype == torch.float32 else out.to(query.dtype), pages, mass)
 
 
 def _num_chunks(num_streams: int) -> int:

@@ -80,6 +80,8 @@ class StreamGroup:
         int4 = CODECS["int4"].fields(page_size, g.k_dim, g.v_dim, g.dtype)
         self.cold = UnitPool(int4, g.device, capacity=0) if has_cold_pool else None
         self.table = lasting((0, num_layers, g.num_kv_heads, 0), torch.int32, g.device)
+        self._layers_of: Tensor | None = None
+        self._layer_tables: tuple[Tensor, ...] = ()
 
     @property
     def pools(self) -> dict[str, UnitPool]:
@@ -363,7 +365,9 @@ class StreamGroup:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def layer_view(self, layer: int, slots: Tensor, seq_lens: Tensor, max_pages: int) -> KVView:
-        return self.view_of(self.table[:, self.rows[layer]], slots, seq_lens, max_pages)
+        if self._layers_of is not self.table:  # it moved; cutting it once is cheaper than once per layer and step
+            self._layer_tables, self._layers_of = self.table.unbind(1), self.table
+        return self.view_of(self._layer_tables[self.rows[layer]], slots, seq_lens, max_pages)
 
     def view_of(self, table: Tensor, slots: Tensor, seq_lens: Tensor, max_pages: int) -> KVView:
         return KVView(

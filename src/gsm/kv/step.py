@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ OBSERVED_QUERIES = 32  # the last ones of a prompt's chunk
 SpanMass = dict[int, Tensor]  # layer -> mass [N, H, pages] of a span's observed tokens
 
 
+class _Target(NamedTuple):
+    """Where a step's new tokens go: rows of the hot pool seen as `[units * page_size, dim]`."""
+
+    pool: Tensor  # as it was when the rest was made
+    k: Tensor
+    v: Tensor
+    tokens: tuple[Tensor, ...]  # int64 [N * H] for every layer of the group
+
+
 class KVStep:
     """Created by `KVManager.begin`; ends with `commit` or `abort`, whichever comes first."""
 
@@ -33,7 +42,7 @@ class KVStep:
         self.is_decode = bool(spans) and not self.long_spans
         self.needs_mass = manager.needs_mass
         self._open = True
-        self._targets: dict[int, Tensor] = {}
+        self._targets: dict[int, _Target] = {}
         self._index: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._places: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
         self._decoded: dict[int, tuple[StreamGroup, list[Tensor], list[Tensor]]] = {}  # group, places, mass
@@ -72,14 +81,17 @@ class KVStep:
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens of one layer: `k [rows, H, length, k_dim]`, `v [rows, H, length, v_dim]`."""
         group = self.manager.group_for(layer, k, v, self.spans)
-        target = self._target(group, group.rows[layer])
-        for name, new in (("k", k), ("v", v)):
-            group.hot.fields[name].flatten(0, 1).index_copy_(0, target, self._tokens(new).flatten(0, 1))
+        row = group.rows[layer]
+        target = self._target(group, row)
+        target.k.index_copy_(0, target.tokens[row], self._rows(k))
+        target.v.index_copy_(0, target.tokens[row], self._rows(v))
 
-    def _target(self, group: StreamGroup, row: int) -> Tensor:
-        """Rows of the hot pool's tokens that the new ones of a layer go to, int64 `[N * H]`; computed once per step."""
-        targets = self._targets.get(id(group))
-        if targets is None or targets.shape[0] <= row:  # a layer may join its group during this step
+    def _target(self, group: StreamGroup, row: int) -> _Target:
+        """Where the new tokens go; computed once per step, because a decode step feels every operation per layer."""
+        target = self._targets.get(id(group))
+        hot = group.hot.fields
+        # a layer may join its group, and its pool grow, during this step
+        if target is None or len(target.tokens) <= row or target.pool is not hot["k"]:
             device = group.geometry.device
             slots = torch.tensor([s.slot for s in self.spans for _ in range(s.num_tokens)], device=device)
             pasts = zip(self.past_lens, self.spans, strict=True)
@@ -87,8 +99,16 @@ class KVStep:
             ids = group.table[slots, :, :, position // group.page_size].long()[:, : len(group.rows)]
             units = group.pages.fields["hot"][ids].long()
             rows = units * group.page_size + (position % group.page_size).view(-1, 1, 1)
-            targets = self._targets[id(group)] = rows.transpose(0, 1)
-        return targets[row].reshape(-1)
+            tokens = rows.transpose(0, 1).flatten(1).unbind(0)
+            target = _Target(hot["k"], hot["k"].flatten(0, 1), hot["v"].flatten(0, 1), tokens)
+            self._targets[id(group)] = target
+        return target
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """All new tokens of `x [rows, heads, length, dim]`, one row per token and head: `[N * heads, dim]`."""
+        if self.rows_are_batch and x.shape[0] == len(self.spans):
+            return x.flatten(0, -2)  # V may have no channels (latent attention)
+        return self._tokens(x).flatten(0, 1)
 
     def _tokens(self, x: Tensor) -> Tensor:
         """All new tokens of `x [rows, heads, length, dim]` in the order of the spans: `[N, heads, dim]`."""
@@ -146,7 +166,7 @@ class KVStep:
     def pick(self, x: Tensor) -> Tensor:
         """The decode tokens of `x [rows, heads, length, dim]`: `[B, heads, dim]`."""
         if self.rows_are_batch:
-            return x[: len(self.spans), :, 0]
+            return x.squeeze(2) if x.shape[0] == len(self.spans) else x[: len(self.spans), :, 0]
         if self.is_decode:
             return self._tokens(x)
         rows, columns = self.places(x.device)
