@@ -1,4 +1,4 @@
-"""Frequencies and channel layouts against each model's own rotation, for every family and kind that may be compacted."""
+"""Frequencies and channel layouts against each model's own rotation, for all that may be compacted."""
 
 from __future__ import annotations
 

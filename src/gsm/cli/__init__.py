@@ -24,7 +24,6 @@ COMMANDS = {
     "report": "One self-contained page with pictures from result files.",
     "tune": "Find a config on your own text, one variable at a time, each step proven.",
     "serve": "Serve a model through OpenAI's HTTP API.",
-    "serve": "Serve a model through OpenAI's HTTP API.",
     "smooth": "Smooth a model and run it in int8: quality proved, speed measured, exported.",
 }
 
