@@ -143,10 +143,10 @@ class WindowSmoothing:
         self.config = config
         self.cost = OwnCost()
         self.external = False  # whether an engine says what each step holds
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         largest = max(config.short_request.window_size, config.window_for(1 << 20))
         self.state = WindowState(largest - 1 + SPARE_TOKENS)
-        self._dtype = DTYPES[config.precision]
+        self.dtype = DTYPES[config.precision]
         self._context: _Prepared | None = None
 
     def begin_step(self, context: StepContext) -> None:
@@ -169,7 +169,7 @@ class WindowSmoothing:
         self._context = None
 
     def prepare(self, context: StepContext) -> None:
-        self._context = _Prepared(context, self.state, self._device)
+        self._context = _Prepared(context, self.state, self)
 
     def release(self, request: Hashable) -> None:
         self.state.release(request)
@@ -209,13 +209,13 @@ class WindowSmoothing:
         before = min(window - 1, span.position)
         if strength > 0.0:
             back = torch.arange(span.position - before, span.position) % self.ring_tokens
-            line = torch.cat((ring[back.to(ring.device)], x)).to(self._dtype)
+            line = torch.cat((ring[back.to(ring.device)], x)).to(self.dtype)
             first = span.position - before
-            mean, count = _causal_mean(line, window, first, self._skip)
+            mean, count = _causal_mean(line, window, first, self.first_position)
             target = slice(before, before + span.length)
             position = torch.arange(span.position, span.position + span.length, device=x.device)
-            active = self._active(position, count[target], window)
-            a = (strength * active).to(self._dtype)[:, None]
+            active = self.is_active(position, count[target], window)
+            a = (strength * active).to(self.dtype)[:, None]
             smoothed = (1 - a) * line[target] + a * mean[target]
             y[span.start : span.start + span.length] = torch.where(active[:, None], smoothed.to(x.dtype), x)
         kept = min(span.length, self.ring_tokens)
@@ -223,58 +223,60 @@ class WindowSmoothing:
         ring[last.to(ring.device)] = x[-kept:]
 
     def _decode(self, rows: Tensor, ring: Tensor, step: _SingleTokens) -> Tensor:
-        """One token per request: all of them at once."""
-        past = ring[step.slots[:, None], step.back]
-        x = rows.to(self._dtype)
-        valid = step.valid(self._skip)
-        total = torch.where(valid[..., None], past.to(self._dtype), 0).sum(1) + x
-        count = valid.sum(1) + 1
-        active = self._active(step.position, count, step.window) & (step.strength > 0)
-        a = (step.strength * active).to(self._dtype)[:, None]
-        smoothed = (1 - a) * x + a * (total / count[:, None].to(self._dtype))
-        ring[step.slots, step.position % self.ring_tokens] = rows
-        return torch.where(active[:, None], smoothed.to(rows.dtype), rows)
+        """One token per request: all of them at once, as one product with the step's weights."""
+        ring[step.slots, step.newest] = rows
+        window = ring[step.slots[:, None], step.back].to(self.dtype)
+        smoothed = torch.bmm(step.weights[:, None], window)[:, 0].to(rows.dtype)
+        return smoothed if step.all_active else torch.where(step.active[:, None], smoothed, rows)
 
     @property
     def ring_tokens(self) -> int:
         return self.state.ring_tokens
 
     @property
-    def _skip(self) -> int:
+    def first_position(self) -> int:
         """The first position that takes part: with ``skip_sink`` the first token neither smooths nor is smoothed."""
         return 1 if self.config.skip_sink else 0
 
-    def _active(self, position: Tensor, count: Tensor, window: Tensor | int) -> Tensor:
+    def is_active(self, position: Tensor, count: Tensor, window: Tensor | int) -> Tensor:
         """Which tokens are changed at all."""
-        return (position >= self._skip) & ((count >= window) if self.config.warmup == "skip" else (count > 0))
+        return (position >= self.first_position) & ((count >= window) if self.config.warmup == "skip" else (count > 0))
 
 
 class _SingleTokens:
-    """Index tensors of a step in which every request has one token; made once and used by all modules."""
+    """A step in which every request has one token: what all modules share, computed once.
 
-    def __init__(self, spans: Sequence[Span], state: WindowState, device: torch.device) -> None:
+    ``weights`` [requests, reach] are those of the formula, the token itself first; a position that takes no part has
+    weight 0 and points at the token itself, so that nothing stale can come in, not even as 0 times NaN.
+    """
+
+    def __init__(self, spans: Sequence[Span], state: WindowState, smoothing: WindowSmoothing) -> None:
+        device, ring = smoothing.device, state.ring_tokens
         self.slots = torch.tensor([state.slot(span.request) for span in spans], device=device)
-        self.position = torch.tensor([span.position for span in spans], device=device)
-        self.window = torch.tensor([span.parameters.window for span in spans], device=device)
-        self.strength = torch.tensor([span.parameters.strength for span in spans], device=device)
-        reach = max(span.parameters.window for span in spans) - 1
-        self._offset = torch.arange(1, reach + 1, device=device)
-        self._earlier = self.position[:, None] - self._offset
-        self.back = self._earlier % state.ring_tokens
-
-    def valid(self, first: int) -> Tensor:
-        return (self._earlier >= first) & (self._offset < self.window[:, None])
+        position = torch.tensor([span.position for span in spans], device=device)
+        window = torch.tensor([span.parameters.window for span in spans], device=device)
+        strength = torch.tensor([span.parameters.strength for span in spans], device=device)
+        offset = torch.arange(max(span.parameters.window for span in spans), device=device)
+        earlier = position[:, None] - offset
+        valid = ((earlier >= smoothing.first_position) & (offset < window[:, None])) | (offset == 0)
+        count = valid.sum(1)
+        self.active = smoothing.is_active(position, count, window) & (strength > 0)
+        self.all_active = bool(self.active.all())
+        self.newest = position % ring
+        self.back = torch.where(valid, earlier, position[:, None]) % ring
+        a = (strength * self.active)[:, None]
+        self.weights = (valid * a / count[:, None] + (offset == 0) * (1 - a)).to(smoothing.dtype)
 
 
 class _Prepared:
-    def __init__(self, context: StepContext, state: WindowState, device: torch.device) -> None:
+    def __init__(self, context: StepContext, state: WindowState, smoothing: WindowSmoothing) -> None:
         self.context = context
         self.num_tokens = max((span.start + span.length for span in context.spans), default=0)
         for span in context.spans:
             state.slot(span.request)
         self.any_smoothed = any(span.parameters.strength > 0 for span in context.spans)
         packed = all(span.length == 1 and span.start == index for index, span in enumerate(context.spans))
-        self.single = _SingleTokens(context.spans, state, device) if packed and context.spans else None
+        self.single = _SingleTokens(context.spans, state, smoothing) if packed and context.spans else None
 
 
 def _causal_mean(line: Tensor, window: int, first: int, skip: int) -> tuple[Tensor, Tensor]:
