@@ -52,7 +52,6 @@ _KIMI = {
 _ZAMBA = {"n_mamba_heads": 8, "mamba_d_state": 16, "num_mem_blocks": 1, "num_key_value_heads": 4}
 # row of the table -> (transformers' model_type, config overrides, what is special about it)
 ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "Llama": ("llama", {}, "grouped queries"),
     "Llama, llama3 RoPE": ("llama", {"rope_parameters": _LLAMA3}, "scaled RoPE"),
     "Llama, YaRN": ("llama", {"rope_parameters": _YARN}, "scaled RoPE"),
     "Llama, multi-head": ("llama", {"num_key_value_heads": 4}, "one kv head per query head"),
@@ -114,16 +113,8 @@ ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "DeepSeek-V2": ("deepseek_v2", {}, "latent attention"),
     "DeepSeek-V3": ("deepseek_v3", {}, "latent attention"),
-    "GLM-4-MoE-Lite": ("glm4_moe_lite", {}, "latent attention"),
-    "MiniCPM3": ("minicpm3", {}, "latent attention"),
     "Qwen3-Next": ("qwen3_next", {}, "linear attention beside full"),
     "Jamba": ("jamba", {}, "Mamba beside full"),
-    "Bamba": ("bamba", {"num_hidden_layers": 4, "attn_layer_indices": [1, 3], **_MAMBA2}, "Mamba-2 beside full"),
-    "Granite 4 hybrid": (
-        "granitemoehybrid",
-        {"layer_types": ["linear_attention", "full_attention", "linear_attention"], **_MAMBA2},
-        "Mamba-2 beside full",
-    ),
     "Falcon-H1": ("falcon_h1", {}, "Mamba-2 and attention in one layer"),
     "Nemotron-H": ("nemotron_h", {}, "Mamba-2, attention and MLP layers"),
     "Zamba2": (
@@ -133,11 +124,6 @@ ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "LFM2": ("lfm2", {}, "short convolutions beside full"),
     "RecurrentGemma": ("recurrent_gemma", {}, "its recurrent state is kept inside the model"),
-    "Kimi-Linear": (
-        "kimi_linear",
-        {"layer_types": ["linear_attention", "full_attention", "linear_attention"], **_KIMI},
-        "linear attention beside latent attention",
-    ),
     "BLOOM": ("bloom", {}, "ALiBi"),
     "MPT": ("mpt", {}, "ALiBi"),
     "Falcon": ("falcon", {}, "its own attention code"),

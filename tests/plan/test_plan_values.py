@@ -114,7 +114,9 @@ def plan_model_from(config: Any) -> PlannedModel:
     return PlannedModel("test", arch, "bfloat16", count, 2 * count, "estimated", share)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "gpt_neox", "llama4_text", "deepseek_v3", "lfm2"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3", "gemma3_text", "gpt_neox", "llama4_text", "deepseek_v3", "lfm2"]
+)
 @pytest.mark.parametrize("codec", ["int8", "int4", "none"])
 def test_tier_bytes_are_the_stored_bytes(model_type: str, codec: str, tiny_model: Callable[..., Any]) -> None:
     """What the page store holds after a prefill and some decoding."""
