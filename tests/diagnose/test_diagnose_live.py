@@ -142,6 +142,7 @@ def test_smoothing_in_too_little_precision_is_found(model: Any) -> None:
     assert causes(diagnose(model, window(precision="fp16"))) == ["smoothing-precision"]
 
 
+@pytest.mark.slow
 def test_over_smoothing_is_found_with_its_module(model: Any) -> None:
     diagnosis = diagnose(model, window(smooth_strength=0.9, window_size=16), max_kl=1e-3)
     found = next(item for item in diagnosis.findings if item.cause == "over-smoothing")
@@ -152,6 +153,7 @@ def test_smoothing_that_buys_nothing_is_found(model: Any) -> None:
     assert "smoothing-overhead" in causes(diagnose(model, window(smooth_strength=0.05, window_size=8)))
 
 
+@pytest.mark.slow
 def test_too_large_a_window_is_found(tiny_model: TinyModel) -> None:
     wide = tiny_model("llama", max_position_embeddings=2048, num_hidden_layers=2, hidden_size=256,
                       intermediate_size=2048)  # fmt: skip
@@ -159,6 +161,6 @@ def test_too_large_a_window_is_found(tiny_model: TinyModel) -> None:
 
 
 def test_a_window_that_hits_short_sequences_differently_is_found(model: Any) -> None:
-    diagnosis = diagnose(model, window(smooth_strength=0.9, window_size=64, warmup="skip"), prompt_tokens=1100)
+    diagnosis = diagnose(model, window(smooth_strength=0.9, window_size=64, warmup="skip"), max_kl=1e-3)
     assert "window-not-relative" in causes(diagnosis)
     assert "batch-leak" not in causes(diagnosis)

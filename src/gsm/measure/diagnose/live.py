@@ -15,7 +15,7 @@ from gsm.config import GsmConfig, load_config
 from gsm.kv.positions import REMOVED
 from gsm.measure.diagnose.observe import Observation, Subject, beside_another, observe
 from gsm.measure.diagnose.record import Checked, Finding, finding
-from gsm.measure.diagnose.signals import grid_bits, key_values, mean_kl, repeated_share
+from gsm.measure.diagnose.signals import grid_bits, key_values, kl_by_length, mean_kl, repeated_share
 
 STATISTICS_SHARE, BOOKKEEPING_SHARE = 0.01, 0.15
 KV_SHARE = 0.2  # of the bytes a step reads; below it the cache cannot be what a step waits for
@@ -200,26 +200,13 @@ class Diagnosis:
         return grid_bits(key_values(self.subject))
 
     def _lengths(self) -> None:
-        """Does smoothing hurt short sequences more? Then the mix of lengths in a batch decides the quality."""
-        from gsm.guard.paired import PairedTest
-        from gsm.smoothing import apply
-
-        section = self.config.smoothing
-        text = torch.cat((self.subject.prompt, self.subject.forced))
-        if len(text) < 1024 + 64:
-            self.check("short against long sequences", "not checked: the text is too short")
-            return
+        """Does smoothing change short sequences more or less? Then the mix of lengths in a batch decides the quality."""
         self.tell("short against long sequences")
-        test = PairedTest(self.subject.model, text, 1024, section.guard)
-        with apply(self.subject.model, section, samples=self.subject.samples, calibration=self.subject.calibration):
-            verdict = test.measure()
-        if verdict.perplexity_change is None or verdict.short_change is None:
-            return
-        long, short = verdict.perplexity_change.mean, verdict.short_change.mean
-        self.check("change of perplexity", f"{long:+.1%} on 256 tokens, {short:+.1%} on 32")
-        uneven = abs(short - long) > max(0.02, 0.5 * abs(long))
-        if uneven and isinstance(section.window_size, int):
-            evidence = f"perplexity changes by {long:+.1%} on sequences of 256 tokens, by {short:+.1%} on 32"
+        short, long = kl_by_length(self.subject, self.config.smoothing, (32, 256))
+        self.check("KL of smoothing by length", f"{short:.3g} on sequences of 32 tokens, {long:.3g} on 256")
+        uneven = max(short, long) > max(self.max_kl, 3 * min(short, long))
+        if uneven and isinstance(self.config.smoothing.window_size, int):
+            evidence = f"smoothing moves sequences of 32 tokens by KL {short:.3g}, of 256 by {long:.3g}"
             self.found("window-not-relative", evidence)
 
     def _neighbours(self) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from gsm.config.smoothing import SmoothingConfig
 from gsm.measure.diagnose.observe import Subject
+from gsm.smoothing import apply
 
 _LONGEST = 16
 
@@ -28,6 +30,22 @@ def mean_kl(expected: Tensor, got: Tensor) -> float:
     """Mean KL(expected || got) of logits [n, vocab], nats."""
     p, q = (torch.log_softmax(logits.double(), -1) for logits in (expected, got))
     return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@torch.inference_mode()
+def kl_by_length(subject: Subject, section: SmoothingConfig, lengths: Sequence[int]) -> list[float]:
+    """Mean KL between the plain and the smoothed model on rows of each length, at most eight rows."""
+    text = torch.cat((subject.prompt, subject.forced)).to(subject.model.device)
+
+    def logits() -> list[Tensor]:
+        sizes = [min(n, len(text)) for n in lengths]
+        rows = [text[: len(text) // n * n].view(-1, n)[:8] for n in sizes]
+        return [subject.model(input_ids=row, use_cache=False).logits.flatten(0, 1).float().cpu() for row in rows]
+
+    plain = logits()
+    with apply(subject.model, section, samples=subject.samples, calibration=subject.calibration):
+        smoothed = logits()
+    return [mean_kl(before, after) for before, after in zip(plain, smoothed, strict=True)]
 
 
 @torch.inference_mode()
