@@ -200,7 +200,7 @@ class Diagnosis:
         return grid_bits(key_values(self.subject))
 
     def _lengths(self) -> None:
-        """Does smoothing change short sequences more or less? Then the mix of lengths in a batch decides the quality."""
+        """Does smoothing change short sequences otherwise? Then the mix of lengths in a batch decides quality."""
         self.tell("short against long sequences")
         short, long = kl_by_length(self.subject, self.config.smoothing, (32, 256))
         self.check("KL of smoothing by length", f"{short:.3g} on sequences of 32 tokens, {long:.3g} on 256")
