@@ -74,7 +74,7 @@ class _Probe:
     def decode(self) -> None:
         """Prefill, then blocks of 16 tokens: plain and timed ones in turn."""
         if not wait_for_quiet(self.spec.wait_s, self.progress):
-            self.notes.append(f"the machine stayed busy for {self.spec.wait_s:.0f} s before measuring began")
+            self.notes.append(f"the machine was busy when measuring began, after {self.spec.wait_s:.0f} s of waiting")
         meter = CpuMeter([])
         arm = PlainArm(self.loaded.model, chunk_tokens=self.spec.chunk_tokens)
         with torch.inference_mode():  # weights are mapped from their file: reading them first is loading
