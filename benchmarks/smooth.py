@@ -231,6 +231,8 @@ def memory(bench: Bench, num_samples: int) -> None:
     """Growth of resident memory over the loaded model while calibrating."""
     rows = cut_samples(encode(bench.loaded.tokenizer, bench.thirds.calibration), num_samples, 256)
     results = {}
+    with torch.inference_mode():
+        bench.model(input_ids=rows[:1, :8])  # weights are mapped, and become resident when first read
     for gradients in (False, True):
         before = _resident_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
