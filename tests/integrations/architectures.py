@@ -36,19 +36,6 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
-_KIMI = {
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-    "linear_head_dim": 16,
-    "linear_num_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_token": 2,
-    "moe_intermediate_size": 32,
-}
 _ZAMBA = {"n_mamba_heads": 8, "mamba_d_state": 16, "num_mem_blocks": 1, "num_key_value_heads": 4}
 # row of the table -> (transformers' model_type, config overrides, what is special about it)
 ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
