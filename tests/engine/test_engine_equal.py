@@ -87,7 +87,7 @@ def test_packed_rows_of_other_families(family: str, tiny_model: Any) -> None:
 def test_six_requests_in_a_pool_for_two(arm: str, tiny: LoadedModel) -> None:
     settings = ARMS[arm]  # CASES D3; preempted requests compute anew what they had
     prompts, sampling = {f"r{i}": prompt(40, seed=i) for i in range(6)}, SamplingParams(max_tokens=24, logprobs=2)
-    with Engine(tiny, {**settings, "engine": {**settings["engine"], "kv_pages": 32}}) as engine:
+    with Engine(tiny, {**settings, "engine": {**settings["engine"], "kv_pages": 28}}) as engine:
         for name, ids in prompts.items():
             engine.add(name, ids, sampling)
         found = drain(engine)
@@ -125,7 +125,7 @@ def test_settings_of_one_request(tiny: LoadedModel) -> None:
 
 def test_choices_share_the_prompt_and_differ_by_seed(tiny: LoadedModel) -> None:
     sampling = SamplingParams(max_tokens=12, n=3, temperature=1.5, seed=5)
-    with Engine(tiny, config()) as engine:
+    with Engine(tiny, config(PLAIN)) as engine:
         engine.add("one", prompt(30), sampling)
         engine.add("other", prompt(9, seed=1), SamplingParams(max_tokens=40))
         first = drain(engine)

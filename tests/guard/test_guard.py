@@ -58,6 +58,7 @@ def sabotaging(names: list[str]) -> Callable[..., Any]:
     return apply
 
 
+@pytest.mark.slow
 def test_exactly_the_three_sabotaged_modules_are_rolled_back_in_every_seed(model: Any, text: torch.Tensor) -> None:
     config = SmoothingConfig(int8="dynamic", guard=LIMITS)
     with smoothing.apply(model, config) as applied:

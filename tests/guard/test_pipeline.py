@@ -98,6 +98,7 @@ def test_window_is_reported_without_benefit_and_cannot_be_exported(
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_a_refusal_of_the_guard_is_exit_code_1(
     directory: Path, write: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -209,7 +209,7 @@ def test_only_one_of_two_threads_attaches_a_model(tiny_model: Any) -> None:
 def test_low_bit_keys_in_a_short_window(tiny_model: Any) -> None:  # CASES B5
     """int4 pages where positions leave a window of 10 while 50 tokens are generated."""
     model = tiny_model("mistral", sliding_window=10)
-    config = small(warm={"codec": "int4"}, hot_size=4)
+    config = small(warm={"codec": "int4"}, page_size=8, hot_size=8)
     ours, plain = run_gsm(model, config, prompt(30), 50), run(model, prompt(30), 50)
     assert torch.isfinite(ours[1]).all()
     first = (ours[1][:, 0].log_softmax(-1) - plain[1][:, 0].log_softmax(-1)).abs()

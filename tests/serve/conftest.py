@@ -1,4 +1,4 @@
-"""One server for all tests of this folder."""
+"""One server for all tests of a file: a model can be attached once only, and some files start their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serving import Running, run_server
 from gsm.models import LoadedModel
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def running(demo: LoadedModel) -> Iterator[Running]:
     with run_server(demo) as found:
         yield found

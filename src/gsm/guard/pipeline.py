@@ -84,8 +84,9 @@ def smooth_model(
         model, config, text, samples=samples, calibration=calibration, tell=_step_progress(progress, config)
     )
     if not outcome.accepted:
+        reason = outcome.verdict.failures[0] if outcome.verdict.failures else _first_miss(outcome)
         return described.model_copy(
-            update={"outcome": outcome, "worth_it": False, "conclusion": "not accepted: " + outcome.verdict.failures[0]}
+            update={"outcome": outcome, "worth_it": False, "conclusion": f"not accepted: {reason}"}
         )
     speed = compare_speed(
         model,
@@ -223,3 +224,10 @@ def _step_progress(progress: Progress, config: SmoothingConfig) -> Callable[[Ste
         )
 
     return tell
+
+
+def _first_miss(outcome: Outcome) -> str:
+    """What the first change that missed the tolerance did, where every module had to be rolled back."""
+    missed = next(step for step in outcome.steps if not step.passed)
+    kl = "not finite" if missed.kl is None else f"{missed.kl:.2g} nats"
+    return f"KL is {kl} after '{missed.what}', and rolling back left no module to change"

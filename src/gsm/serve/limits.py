@@ -24,18 +24,21 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        num_bytes, has_answered = 0, False
+        num_bytes, has_answered, is_too_large = 0, False, False
 
         async def counted() -> Message:
-            nonlocal num_bytes
+            nonlocal num_bytes, is_too_large
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
+                is_too_large = True
                 raise _TooLarge
             return message
 
         async def noted(message: Message) -> None:
             nonlocal has_answered
+            if is_too_large and not has_answered:
+                return  # the framework takes our exception for a malformed body; `_refuse` says what it was
             has_answered = True
             await send(message)
 
@@ -44,8 +47,10 @@ class BodyLimit:
                 raise _TooLarge
             await self._app(scope, counted, noted)
         except _TooLarge:
+            is_too_large = True
             if has_answered:
                 raise
+        if is_too_large and not has_answered:
             await self._refuse(send)
 
     @staticmethod

@@ -146,7 +146,7 @@ class WindowSmoothing:
         self.device = torch.device(device)
         largest = max(config.short_request.window_size, config.window_for(1 << 20))
         self.state = WindowState(largest - 1 + SPARE_TOKENS)
-        self.dtype = DTYPES[config.precision]
+        self.dtype = DTYPES[config.precision]  # inputs are rounded to it, sums are float32: chunking must not show
         self._context: _Prepared | None = None
 
     def begin_step(self, context: StepContext) -> None:
@@ -209,13 +209,13 @@ class WindowSmoothing:
         before = min(window - 1, span.position)
         if strength > 0.0:
             back = torch.arange(span.position - before, span.position) % self.ring_tokens
-            line = torch.cat((ring[back.to(ring.device)], x)).to(self.dtype)
+            line = torch.cat((ring[back.to(ring.device)], x)).to(self.dtype).float()
             first = span.position - before
             mean, count = _causal_mean(line, window, first, self.first_position)
             target = slice(before, before + span.length)
             position = torch.arange(span.position, span.position + span.length, device=x.device)
             active = self.is_active(position, count[target], window)
-            a = (strength * active).to(self.dtype)[:, None]
+            a = (strength * active)[:, None]
             smoothed = (1 - a) * line[target] + a * mean[target]
             y[span.start : span.start + span.length] = torch.where(active[:, None], smoothed.to(x.dtype), x)
         kept = min(span.length, self.ring_tokens)
@@ -225,7 +225,7 @@ class WindowSmoothing:
     def _decode(self, rows: Tensor, ring: Tensor, step: _SingleTokens) -> Tensor:
         """One token per request: all of them at once, as one product with the step's weights."""
         ring[step.slots, step.newest] = rows
-        window = ring[step.slots[:, None], step.back].to(self.dtype)
+        window = ring[step.slots[:, None], step.back].to(self.dtype).float()
         smoothed = torch.bmm(step.weights[:, None], window)[:, 0].to(rows.dtype)
         return smoothed if step.all_active else torch.where(step.active[:, None], smoothed, rows)
 
@@ -265,7 +265,7 @@ class _SingleTokens:
         self.newest = position % ring
         self.back = torch.where(valid, earlier, position[:, None]) % ring
         a = (strength * self.active)[:, None]
-        self.weights = (valid * a / count[:, None] + (offset == 0) * (1 - a)).to(smoothing.dtype)
+        self.weights = (valid * a / count[:, None] + (offset == 0) * (1 - a)).float()
 
 
 class _Prepared:
