@@ -64,8 +64,7 @@ class _Plan:
     def __init__(self, view: KVView, selection: Selection | None, spec: AttentionSpec, group: int) -> None:
         # kept, so that `fits` may compare identities
         self.seq_lens, self.slots, self.selection, self.spec = view.seq_lens, view.slots, selection, spec
-        self.records, self.hot = view.records["hot"], view.hot["k"]
-        self.warm = view.warm["k"] if view.warm is not None else None
+        self.pools = self._pools(view)
         batch, num_kv_heads = len(view.slots), view.table.shape[1]
         budgets = [view.max_pages] * batch if selection is None else list(selection.budget_pages)
         width = min(max(budgets), view.max_pages)
@@ -105,11 +104,16 @@ class _Plan:
         self._of_layer = [self.block[name] for name in ("table", "query", "out", "pages", "mass")]
 
     def fits(self, query: Tensor, view: KVView, selection: Selection | None, spec: AttentionSpec) -> bool:
-        """Whether this is another layer of the same step, over the same pools (a pool that grows has new tensors)."""
+        """Whether this is another layer of the same step, over the same pools (a pool that grows moves)."""
         same = self.seq_lens is view.seq_lens and self.slots is view.slots and self.selection is selection
-        same = same and self.records is view.records["hot"] and self.hot is view.hot["k"] and self.spec == spec
-        same = same and query.shape == self.query_shape
-        return same and (view.warm is None or self.warm is view.warm["k"])
+        same = same and self.pools == self._pools(view) and self.spec == spec
+        return same and query.shape == self.query_shape
+
+    @staticmethod
+    def _pools(view: KVView) -> tuple[int, int, int]:
+        """Where the pools lie. Addresses, not tensors: a plan outlives its step and must not keep old pools alive."""
+        warm = view.warm["k"].data_ptr() if view.warm is not None else 0
+        return view.records["hot"].data_ptr(), view.hot["k"].data_ptr(), warm
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():

@@ -6,7 +6,7 @@ functions, so that other runtimes can use them with their own page tables.
 * `clusters`: estimates the page's share of the attention from four centers of its keys, stored in four bits: what one
   mean hides (the odd key that draws much attention, two topics in one page) gets a center of its own. The estimate is
   log(sum over clusters of size exp(q.center + c |q| radius)), normalised over all pages for each query head, then
-  summed over the group. Most of the way from mean + 1.5 sigma to an oracle in KL (benchmarks/LOG.md).
+  summed over the group. Closer to an oracle in KL than the others (benchmarks/LOG.md).
 * `anchor`: estimates the page's share of the attention. Most keys of a page are told well enough by their mean and
   one number for their spread; what the mean hides is the odd key that draws much attention. Such keys are short
   (arXiv:2406.11430 uses this to evict), so the key with the smallest norm is kept as it is. The estimate is

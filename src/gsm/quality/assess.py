@@ -121,16 +121,7 @@ class Assessment:
     def _pair(self, name: str, case: str) -> NeedlePair | None:
         full = [found for outcome in self._needles for found in outcome[self.reference.name].found[case]]
         own = [found for outcome in self._needles for found in outcome[name].found[case]]
-        if not full:
-            return None
-        both = list(zip(full, own, strict=True))
-        return NeedlePair(
-            asked=len(both),
-            reference_found=sum(full),
-            found=sum(own),
-            lost=sum(f and not o for f, o in both),
-            gained=sum(o and not f for f, o in both),
-        )
+        return NeedlePair.of(full, own) if full else None
 
 
 def _share(pair: NeedlePair | None) -> float | None:

@@ -78,3 +78,14 @@ def read_known(path: Path, strict: bool = True) -> tuple[list[ResultFile], list[
 def _names() -> str:
     names = [kind for kind in KINDS if "_" not in kind]
     return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+# What a calibration's kinds of sites are called where people read them.
+SITE_NAMES = {
+    "residual": "residual stream",
+    "attn_norm": "norm before attention",
+    "attn_out_input": "input of attention output",
+    "attn_out_output": "output of attention",
+    "mlp_norm": "norm before MLP",
+    "mlp_out_input": "input of MLP output",
+}

@@ -6,6 +6,7 @@ a default, so that older files stay readable. docs/measuring.md explains every f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -69,6 +70,18 @@ class NeedlePair(Record):
     found: int
     lost: int = Field(description="found by the full cache, not by this arm")
     gained: int = Field(description="found by this arm, not by the full cache")
+
+    @classmethod
+    def of(cls, full: Sequence[bool], own: Sequence[bool]) -> NeedlePair:
+        """From what the full cache and this arm found, question by question."""
+        both = list(zip(full, own, strict=True))
+        return cls(
+            asked=len(both),
+            reference_found=sum(full),
+            found=sum(own),
+            lost=sum(f and not o for f, o in both),
+            gained=sum(o and not f for f, o in both),
+        )
 
 
 class Quality(Record):

@@ -7,16 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gsm.errors import InputError
+from gsm.results.kinds import SITE_NAMES
 from gsm.smoothing.calibration import Calibration, SiteStats
-
-_KINDS = {
-    "residual": "residual stream",
-    "attn_norm": "norm before attention",
-    "attn_out_input": "input of attention output",
-    "attn_out_output": "output of attention",
-    "mlp_norm": "norm before MLP",
-    "mlp_out_input": "input of MLP output",
-}
 
 
 def draw_calibration(calibration: Calibration, path: str | Path) -> None:
@@ -41,7 +33,7 @@ def draw_calibration(calibration: Calibration, path: str | Path) -> None:
 
 
 def _lines(axis: Any, calibration: Calibration, label: str, total: Any, body: Any) -> None:
-    for index, (kind, name) in enumerate(_KINDS.items()):
+    for index, (kind, name) in enumerate(SITE_NAMES.items()):
         sites: list[SiteStats] = calibration.of_kind(kind)
         if not sites:
             continue

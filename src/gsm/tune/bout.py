@@ -198,7 +198,7 @@ class Ring:
             self._full_needles[key] = self._find(PlainArm(self.loaded.model, chunk_tokens=self.plan.chunk_tokens), *key)
         full = self._full_needles[key]
         own = full if contestant.config is None else self._find(self._arm(contestant), *key)
-        return {case: _pair(full[case], own[case]) for case in CASES}
+        return {case: NeedlePair.of(full[case], own[case]) for case in CASES}
 
     def _find(self, arm: Arm, third: str, length: int) -> dict[str, tuple[bool, ...]]:
         per_haystack = 2 if length >= 1024 and self.plan.needles_per_depth > 1 else 1
@@ -326,15 +326,4 @@ def _quality(scores: Tensor, window_tokens: int, pairs: dict[str, NeedlePair] | 
         prefill_pair=pairs.get("prefill"),
         late_pair=pairs.get("late"),
         notes=() if finite else ("the output is not finite",),
-    )
-
-
-def _pair(full: Sequence[bool], own: Sequence[bool]) -> NeedlePair:
-    both = list(zip(full, own, strict=True))
-    return NeedlePair(
-        asked=len(both),
-        reference_found=sum(full),
-        found=sum(own),
-        lost=sum(f and not o for f, o in both),
-        gained=sum(o and not f for f, o in both),
     )

@@ -9,16 +9,8 @@ from typing import Any
 from gsm.report.numbers import NA, mebibytes, number, share, signed_share, spread
 from gsm.report.page import Bar, BarChart, Block, Level, LineChart, Section, Series, Table, Verdict
 from gsm.report.sections.common import facts, notes_of
-from gsm.results.kinds import ResultFile
+from gsm.results.kinds import SITE_NAMES, ResultFile
 
-_KINDS = {
-    "residual": "residual stream",
-    "attn_norm": "norm before attention",
-    "attn_out_input": "input of attention output",
-    "attn_out_output": "output of attention",
-    "mlp_norm": "norm before MLP",
-    "mlp_out_input": "input of MLP output",
-}
 _MOST_ROWS = 12
 _SINGLE = (("tpot_ms", "Time per token", "milliseconds"), ("ttft_s", "First token", "seconds"))
 _COLOURS = {"before": 7, "after": 0}
@@ -49,7 +41,7 @@ def calibrate_section(result: ResultFile) -> Section:
 def calibrate_verdicts(result: ResultFile) -> list[Verdict]:
     sites = result.data["sites"]
     worst = max(sites, key=lambda site: site["kurtosis_body"])
-    place = _KINDS.get(worst["kind"], worst["kind"])
+    place = SITE_NAMES.get(worst["kind"], worst["kind"])
     text = (
         f"The heaviest tail of {result.data['model']} is at {worst['name']} ({place}): excess kurtosis "
         f"{number(worst['kurtosis_body'])}."
@@ -147,7 +139,7 @@ def _by_block(sites: list[dict[str, Any]], field: str) -> list[Series]:
         if value is not None and value > 0 and math.isfinite(value):
             points[site["kind"]].append((site["block"], value))
     return [
-        Series(_KINDS.get(kind, kind), [x for x, _ in rows], [y for _, y in rows], colour=index)
+        Series(SITE_NAMES.get(kind, kind), [x for x, _ in rows], [y for _, y in rows], colour=index)
         for index, (kind, rows) in enumerate(points.items())
     ]
 
