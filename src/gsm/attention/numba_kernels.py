@@ -234,36 +234,71 @@ def _score_pages(a, query, table, first, last, scores):
 def _score_clusters(a, query, table, first, last, scores):
     """The same for `clusters`: logits `[clusters, G, pages]` of every center, its spread and its size included."""
     num_heads, dim = query.shape
-    half_dim, clusters = (dim + 1) // 2, a.num_parts
-    even = np.zeros((num_heads, 2 * half_dim), np.float32)
-    norms = np.zeros(num_heads, np.float32)
+    half_dim, clusters, fours = (dim + 1) // 2, a.num_parts, (num_heads + 3) // 4 * 4
+    # A code is a center's channel plus 8, two in a byte: channel i in the low nibble, half_dim + i in the high one.
+    low, high = np.zeros((fours, half_dim), np.float32), np.zeros((fours, half_dim), np.float32)
     for g in range(num_heads):
         for d in range(dim):
-            even[g, d] = query[g, d]
-            norms[g] += query[g, d] * query[g, d]
-        norms[g] = np.sqrt(norms[g]) * a.sigma
-    row = np.empty(2 * half_dim, np.float32)
+            if d < half_dim:
+                low[g, d] = query[g, d]
+            else:
+                high[g, d - half_dim] = query[g, d]
     for p in range(first, last):
-        page_id = table[p]
-        if page_id < 0:
-            scores[:, :, p] = LOWEST
+        if p + 8 < last and table[p + 8] >= 0:
+            ahead = a.center + table[p + 8] * clusters * half_dim
+            for offset in range(0, clusters * half_dim, 64):
+                prefetch(ahead + offset)
+        if table[p] < 0:
             continue
-        codes = _int8(a.center + page_id * clusters * half_dim, (clusters, half_dim))
-        scales = _uint16(a.center_scale + 2 * page_id * clusters, (clusters,))
-        radius = _uint16(a.radius + 2 * page_id * clusters, (clusters,))
-        sizes = _uint16(a.size + 2 * page_id * clusters, (clusters,))
+        codes = _int8(a.center + table[p] * clusters * half_dim, (clusters, half_dim))
         for c in range(clusters):
-            for i in range(half_dim):
-                byte = np.uint8(codes[c, i])
-                row[i] = np.float32(byte & np.uint8(15)) - np.float32(8)
-                row[half_dim + i] = np.float32(byte >> np.uint8(4)) - np.float32(8)
-            scale, spread, size = _half(scales[c]), _half(radius[c]), _half(sizes[c])
-            log_size = np.float32(math.log(size)) if size > np.float32(0) else LOWEST
-            for g in range(num_heads):
-                dot = np.float32(0)
-                for d in range(row.shape[0]):
-                    dot += even[g, d] * row[d]
-                scores[c, g, p] = max(dot * scale + spread * norms[g] + log_size, LOWEST)
+            for g in range(0, num_heads, 4):
+                w = x = y = z = np.float32(0)
+                for i in range(half_dim):
+                    byte = np.uint8(codes[c, i])
+                    even, odd = np.float32(byte & np.uint8(15)), np.float32(byte >> np.uint8(4))
+                    w += low[g, i] * even + high[g, i] * odd
+                    x += low[g + 1, i] * even + high[g + 1, i] * odd
+                    y += low[g + 2, i] * even + high[g + 2, i] * odd
+                    z += low[g + 3, i] * even + high[g + 3, i] * odd
+                scores[c, g, p] = w
+                if g + 1 < num_heads:
+                    scores[c, g + 1, p] = x
+                if g + 2 < num_heads:
+                    scores[c, g + 2, p] = y
+                if g + 3 < num_heads:
+                    scores[c, g + 3, p] = z
+    _finish_clusters(a, query, table, first, last, scores)
+
+
+@_helper
+def _finish_clusters(a, query, table, first, last, scores):
+    """Turn dots with codes into logits, page after page in one vector: the scalars of a page would cost more than
+    its dots. A page that was dropped scores lowest."""
+    num_heads, clusters, count = query.shape[0], a.num_parts, last - first
+    log_size = np.empty(a.page_size + 1, np.float32)
+    log_size[0] = LOWEST
+    for n in range(1, a.page_size + 1):
+        log_size[n] = np.float32(math.log(n))
+    offset, norm = np.zeros(num_heads, np.float32), np.zeros(num_heads, np.float32)
+    for g in range(num_heads):
+        for d in range(query.shape[1]):
+            offset[g] += np.float32(8) * query[g, d]
+            norm[g] += query[g, d] * query[g, d]
+        norm[g] = np.sqrt(norm[g]) * a.sigma
+    scale, spread, size = np.empty(count, np.float32), np.empty(count, np.float32), np.empty(count, np.float32)
+    for c in range(clusters):
+        for p in range(count):
+            row = 2 * (max(np.int64(table[first + p]), np.int64(0)) * clusters + c)
+            scale[p] = _half(_uint16(a.center_scale + row, (1,))[0])
+            spread[p] = _half(_uint16(a.radius + row, (1,))[0])
+            keys = np.int64(_half(_uint16(a.size + row, (1,))[0]))
+            size[p] = log_size[keys] if table[first + p] >= 0 else LOWEST
+        for g in range(num_heads):
+            logits = scores[c, g, first:last]
+            for p in range(count):
+                logit = (logits[p] - offset[g]) * scale[p] + spread[p] * norm[g] + size[p]
+                logits[p] = max(logit, LOWEST) if size[p] > LOWEST else LOWEST
 
 
 @_helper
@@ -283,15 +318,16 @@ def _join_group(mode, scores, num_known, joined):
             for p in range(num_known):
                 top = max(top, scores[part, g, p])
         total = np.float32(0)
+        share = np.zeros(num_known, np.float32)
+        for part in range(num_parts):
+            logits = scores[part, g]
+            for p in range(num_known):
+                share[p] += _exp(logits[p] - top)
         for p in range(num_known):
-            share = np.float32(0)
-            for part in range(num_parts):
-                share += _exp(scores[part, g, p] - top)
-            scores[0, g, p] = share
-            total += share
+            total += share[p]
         inverse = np.float32(1) / max(total, np.float32(1e-30))
         for p in range(num_known):
-            joined[p] += scores[0, g, p] * inverse
+            joined[p] += share[p] * inverse
 
 
 @_helper

@@ -11,8 +11,10 @@ from pydantic import Field, model_validator
 
 from gsm.config.engine import EngineConfig
 from gsm.config.presets import apply_preset
+from gsm.config.rollout import RolloutConfig
 from gsm.config.section import Section
 from gsm.config.smoothing import SmoothingConfig
+from gsm.config.vllm import VllmConfig
 
 CodecName = Literal["none", "int8", "int4"]
 PolicyName = Literal["keep_all", "recent", "threshold", "budget"]
@@ -165,3 +167,5 @@ class GsmConfig(Section):
     cache: CacheConfig = CacheConfig()
     smoothing: SmoothingConfig = SmoothingConfig()
     engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    vllm: VllmConfig = VllmConfig()

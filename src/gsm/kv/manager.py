@@ -23,10 +23,11 @@ from gsm.errors import ConfigError, KVError
 from gsm.kv.compact import Compactor, Cut, check_crop_below_cut, num_cut_tokens
 from gsm.kv.group import Geometry, StreamGroup
 from gsm.kv.mass import MassStatistics
-from gsm.kv.policies import PageFacts, beyond, make_policy
+from gsm.kv.policies import PageFacts, beyond
 from gsm.kv.positions import PositionMap, position_map
 from gsm.kv.removal import removal_code
 from gsm.kv.report import KVStats, collect
+from gsm.kv.rules import Rules, make_rules
 from gsm.kv.step import KVStep, SpanMass
 from gsm.kv.windows import check_crop, forget_unseen
 
@@ -40,6 +41,7 @@ _JUDGE_EVERY_TOKENS = 16  # how often a policy that needs attention mass judges
 class SequenceState:
     """Host-side counters of one sequence."""
 
+    rules: Rules
     num_tokens: int = 0
     num_complete: int = 0  # full pages whose keys are summarised
     demoted: range = range(0)  # pages this sequence no longer needs in full precision
@@ -72,8 +74,8 @@ class KVManager:
         self.num_layers = num_layers
         self.max_pages = max_pages
         self.compactor: Compactor | None = None  # given by who knows the model's rotary embedding (`make_compactor`)
-        self.policy = make_policy(config)
-        self.needs_mass = self.policy.needs_mass or config.sink_mass is not None
+        self.rules = make_rules(config)
+        self.needs_mass = self.rules.needs_mass
         self.statistics = MassStatistics(config.observation_window, config.mass_decay) if self.needs_mass else None
         self.scorer = make_scorer(config.sparse.scorer, config.sparse.sigma)
         self.groups: list[StreamGroup] = []
@@ -89,12 +91,12 @@ class KVManager:
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
-    def add_sequence(self) -> int:
-        """A new empty sequence; returns its slot."""
+    def add_sequence(self, rules: Rules | None = None) -> int:
+        """A new empty sequence, judged by `rules` (default: the store's config); returns its slot."""
         self._free_abandoned()
         slot = next(i for i in range(len(self.sequences) + 1) if i not in self.sequences)
         sinks = self.config.num_sink_pages
-        self.sequences[slot] = SequenceState(demoted=range(sinks, sinks))
+        self.sequences[slot] = SequenceState(rules or self.rules, demoted=range(sinks, sinks))
         return slot
 
     def fork(self, slot: int) -> int:
@@ -248,7 +250,7 @@ class KVManager:
                 group.complete(slot, state.num_complete, num_full)
             state.num_complete = num_full
         first, stop = state.demoted.start, state.demoted.stop
-        hot_start = max(stop, (state.num_tokens - self.config.hot_size) // self.config.page_size)
+        hot_start = max(stop, (state.num_tokens - state.rules.config.hot_size) // self.config.page_size)
         if self._is_time_to_judge(state, hot_start, decoding):
             self._judge(slot, state, first, hot_start)
         if hot_start > stop:
@@ -275,20 +277,21 @@ class KVManager:
                 group.observe(places, observation.flatten())
 
     def _is_time_to_judge(self, state: SequenceState, hot_start: int, decoding: bool) -> bool:
-        if self.config.cold == "keep" or hot_start <= state.demoted.start:
+        if state.rules.config.cold == "keep" or hot_start <= state.demoted.start:
             return False
-        if self.policy.needs_mass:
+        if state.rules.policy.needs_mass:
             return decoding and state.num_tokens - state.num_judged >= _JUDGE_EVERY_TOKENS
         return hot_start > state.demoted.stop
 
     def _judge(self, slot: int, state: SequenceState, first: int, last: int) -> None:
         """Drop (or turn into int4) what the policy calls cold in pages [first, last), then what exceeds `warm_size`."""
         state.num_judged = state.num_tokens
-        reasons = [self.policy.name] + ["warm_size"] * (self.config.warm_size is not None)
+        config = state.rules.config
+        reasons = [state.rules.policy.name] + ["warm_size"] * (config.warm_size is not None)
         for group in self.groups:
             for reason in reasons:
                 cold = self._cold(group, slot, state, first, last, reason)
-                if cold is not None and self.config.cold == "int4":
+                if cold is not None and config.cold == "int4":
                     self.counters["chilled"] += group.chill(slot, cold)
                 elif cold is not None:
                     code = removal_code(self.num_logical_tokens(slot), reason)
@@ -305,12 +308,13 @@ class KVManager:
         present[..., :first] = False
         mass = group.mean_mass(entries)
         facts = PageFacts(present, mass, state.num_tokens, self.config.page_size)
-        cold = beyond(facts, self.config.warm_size or 0) if reason == "warm_size" else self.policy.cold(facts)
+        config, policy = state.rules.config, state.rules.policy
+        cold = beyond(facts, config.warm_size or 0) if reason == "warm_size" else policy.cold(facts)
         if cold is None:
             return None
         cold = cold & present
-        if mass is not None and self.config.sink_mass is not None:
-            cold &= ~(mass >= self.config.sink_mass)
+        if mass is not None and config.sink_mass is not None:
+            cold &= ~(mass >= config.sink_mass)
         return cold
 
     # -- looking in --------------------------------------------------------------------------------------------

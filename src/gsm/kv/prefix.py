@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gsm.kv.manager import KVManager
+from gsm.kv.rules import Rules
 
 if TYPE_CHECKING:
     from gsm.kv.prefix_disk import PrefixDisk
@@ -105,14 +106,18 @@ class PrefixIndex:
         manager.holders.append(self._held_ids)
         self.counters = {"queries": 0, "hits": 0, "evicted": 0, "loaded": 0}  # queries and hits in tokens
 
-    def chain(self, salt: str, num_pure_tokens: int, decode_settings: str, adapter: str = "") -> Chain:
-        """The (still empty) chain of a sequence of tenant `salt`."""
-        return Chain(chain_hash(self.fingerprint, adapter, salt), num_pure_tokens, decode_settings)
+    def chain(
+        self, salt: str, num_pure_tokens: int, decode_settings: str, adapter: str = "", fingerprint: str | None = None
+    ) -> Chain:
+        """The (still empty) chain of a sequence of tenant `salt`, under another content fingerprint than the index's
+        where one is given."""
+        root = chain_hash(fingerprint or self.fingerprint, adapter, salt)
+        return Chain(root, num_pure_tokens, decode_settings)
 
-    def match(self, chain: Chain, token_ids: Sequence[int]) -> tuple[int, int]:
+    def match(self, chain: Chain, token_ids: Sequence[int], rules: Rules | None = None) -> tuple[int, int]:
         """A new sequence that begins with the longest known prefix: its slot and its length in tokens.
 
-        At least one token is left to compute. Pages are owned by the new sequence at once.
+        `rules` are those of `KVManager.add_sequence`. At least one token is left to compute. Pages are owned by the new sequence at once.
         """
         page_size = self.manager.config.page_size
         most = (len(token_ids) - 1) // page_size
@@ -123,7 +128,7 @@ class PrefixIndex:
         self.counters["queries"] += len(token_ids)
         self.counters["hits"] += num_pages * page_size
         self._touch(chain.names)
-        slot = self.manager.add_sequence()
+        slot = self.manager.add_sequence(rules)
         if num_pages:
             self._adopt(slot, [self.nodes[name] for name in chain.names])
         return slot, num_pages * page_size
