@@ -58,6 +58,9 @@ class RuleSession:
         self.calls.append(("prefill", ids[0].tolist()))
         return self.arm.rule(self.calls)[None]
 
+    def score(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.step(token[None])[0] for token in ids[0].split(1)])[None]
+
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         self.calls.append(("step", ids[0].tolist()))
         return self.arm.rule(self.calls)[None]

@@ -23,7 +23,7 @@ def test_the_full_cache_is_no_distance_from_itself(tiny_model) -> None:
     plan = WindowPlan(50, num_windows=3, window_tokens=8, windows_per_prefill=2)
     scores = scores_of(PlainArm(model, chunk_tokens=16), PlainArm(model, name="again", chunk_tokens=16), ids, plan)
     assert len(scores) == 3
-    assert all(s.kl == 0 and s.nll_delta == 0 and s.top1 == 1 for s in scores)
+    assert all(s.kl < 1e-9 and abs(s.nll_delta) < 1e-5 and s.top1 == 1 for s in scores)  # passes round differently
 
 
 def test_scores_equal_an_independent_computation(tiny_model) -> None:

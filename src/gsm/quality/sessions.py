@@ -50,6 +50,9 @@ class Session(Protocol):
     def prefill(self, ids: torch.Tensor) -> torch.Tensor:
         """Feed ``ids`` [batch, n] in chunks; the last position's logits, [batch, vocab]."""
 
+    def score(self, ids: torch.Tensor) -> torch.Tensor:
+        """Feed ``ids`` [batch, n] in one pass; the logits of every position, [batch, n, vocab]."""
+
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         """Feed one token per sequence, ``ids`` [batch, 1], on the decode path; logits [batch, vocab]."""
 
@@ -141,11 +144,14 @@ class ModelSession(ABC):
         return logits
 
     @torch.inference_mode()
-    def step(self, ids: torch.Tensor) -> torch.Tensor:
-        self.num_decode_steps += 1
+    def score(self, ids: torch.Tensor) -> torch.Tensor:
         kwargs: dict[str, Any] = {self._keyword: self.cache}
         logits: torch.Tensor = self.model(input_ids=ids.to(self.model.device), use_cache=True, **kwargs).logits
-        return logits[:, -1]
+        return logits
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        self.num_decode_steps += 1
+        return self.score(ids)[:, -1]
 
     @abstractmethod
     def fork(self) -> Session: ...

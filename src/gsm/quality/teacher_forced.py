@@ -1,7 +1,8 @@
 """How far an arm's next-token distribution is from the full cache's, on the same tokens.
 
 After a prefill of N tokens the next tokens of the text are fed one per step, each on the decode path, whatever the
-model would have said. Every window of 128 such steps gives one mean KL(full || arm), one difference in negative
+model would have said. The full cache gets a window in one pass: its logits are the same up to rounding, and half of the
+time is saved. Every window of 128 such steps gives one mean KL(full || arm), one difference in negative
 log-likelihood and one share of equal best tokens. One prefill serves several consecutive windows.
 """
 

@@ -71,6 +71,9 @@ class GgufSession:
     def prefill(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(self._endless.feed(ids[0].tolist()))[None]
 
+    def score(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.step(token[None])[0] for token in ids[0].split(1)])[None]
+
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         return self.prefill(ids)
 
