@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Cache": "gsm.integrations.transformers",
     "GsmConfig": "gsm.config",
-    "attach": "gsm.integrations.transformers",
+    "attach": "gsm.integrations.transformers.levers",
     "load_config": "gsm.config",
     "load_model": "gsm.models",
 }

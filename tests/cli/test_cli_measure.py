@@ -14,6 +14,7 @@ from gsm.cli.demo import demo_spec, verdict
 from gsm.cli.generate import TextDeltas, encode_prompt, stream
 from gsm.config import load_config
 from gsm.errors import InputError
+from gsm.measure.evaluate import EvalSpec, evaluate
 from gsm.models import LoadedModel, load_model
 from gsm.results import (
     ArmResult,
@@ -22,6 +23,7 @@ from gsm.results import (
     GenerateResult,
     Quality,
     Spread,
+    Tolerance,
     Workload,
     collect_environment,
 )
@@ -198,6 +200,20 @@ def test_eval_passes_or_misses_by_its_tolerance(gsm_command, tiny_directory: str
     assert not result.passed
     assert result.failures
     assert result.tolerance.kl == 1e-9
+
+
+def test_an_interrupted_eval_keeps_what_is_complete(tiny_directory: str) -> None:
+    def progress(label: str, done: int, total: int) -> None:
+        if label == "quality: full" and done == 4:  # the full cache and the arm, twice
+            raise KeyboardInterrupt
+
+    tolerance = Tolerance(kl=1.0, needles_lost=1)
+    spec = EvalSpec(tiny_directory, "full", 160, tolerance, num_windows=6, windows_per_prefill=1, needles_per_depth=0)
+    result = evaluate(spec, progress)
+    assert result.interrupted
+    assert not result.passed
+    assert result.quality.n_windows == 2
+    assert any("interrupted after 2 windows" in failure for failure in result.failures)
 
 
 def test_bench_without_quality_says_that_it_is_no_result(gsm_command, tiny_directory: str, tmp_path: Path) -> None:

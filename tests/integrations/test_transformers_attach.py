@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 import gsm
 from gsm.config import GsmConfig
 from gsm.errors import AttachError, ConfigError, UnsupportedModel
+from gsm.smoothing import apply
+from gsm.smoothing.int8 import int8_modules
 
 
 def _state(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -50,6 +52,38 @@ def test_the_model_is_restored_after_success(tiny_model: Any) -> None:
     run_gsm(model, small(), prompt(20), 8)
     assert _state(model) == before
     assert_equal_run(run(model, prompt(20), 8), plain, tolerance=0.0)
+
+
+def test_a_smoothing_section_is_applied_and_taken_back(tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    before = _state(model)
+    config = {"smoothing": {"int8": "dynamic"}}
+    with gsm.attach(model, config):
+        assert int8_modules(model)
+    assert _state(model) == before
+    assert not int8_modules(model)
+
+
+def test_a_smoothing_context_outside_is_the_one_in_force(tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    config = {"smoothing": {"int8": "dynamic"}}
+    with apply(model, config):
+        inside = int8_modules(model)
+        with gsm.attach(model, config):
+            assert int8_modules(model) == inside
+        assert int8_modules(model) == inside
+
+
+def test_a_method_that_learns_from_text_asks_for_it(tiny_model: Any) -> None:
+    model = tiny_model("llama")
+    before = _state(model)
+    config = {"smoothing": {"enable": True, "method": "channel"}}
+    with pytest.raises(ConfigError, match="pass samples of text"), gsm.attach(model, config):
+        pass
+    assert _state(model) == before
+    with gsm.attach(model, config, samples=prompt(96).view(2, 48)):
+        assert _state(model)[-1] != before[-1]  # folded weights
+    assert _state(model) == before
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=["exception", "interrupt"])

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 @quality_options
 @json_option
 def command(tolerance_kl: float, tolerance_needles: int, json_path: str | None, **settings: Any) -> int:
-    """Quality of a config against MODEL's full cache; exit code 1 when it misses the tolerance."""
+    """Quality of a config against MODEL's full cache; exit code 1 when it misses the tolerance.
+
+    Ctrl-C keeps what is complete.
+    """
     from gsm.measure.evaluate import EvalSpec, evaluate
     from gsm.results import Tolerance
 
@@ -45,6 +48,8 @@ def command(tolerance_kl: float, tolerance_needles: int, json_path: str | None, 
         result = evaluate(EvalSpec(tolerance=tolerance, **settings), progress)
     print_eval(result, settings["config"])
     save(json_path, result)
+    if result.interrupted:
+        return 130
     return 0 if result.passed else 1
 
 

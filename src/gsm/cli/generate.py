@@ -163,6 +163,7 @@ def stream(
 
     import gsm
     from gsm.measure.bench.prompt import check_window
+    from gsm.quality import calibration_samples
     from gsm.results import GenerateResult, collect_environment
 
     if config.cache.positions == "logical":
@@ -177,7 +178,8 @@ def stream(
     if ignore_eos:
         sampling["min_new_tokens"] = max_new_tokens
     torch.manual_seed(seed)
-    with gsm.attach(loaded.model, config) as handle:
+    samples = calibration_samples(loaded, config.smoothing)
+    with gsm.attach(loaded.model, config, samples=samples) as handle:
         deltas.start()
         loaded.model.generate(  # type: ignore[operator]
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, streamer=deltas, **sampling

@@ -30,7 +30,10 @@ class EvalSpec:
 
 
 def evaluate(spec: EvalSpec, progress: Progress = no_progress) -> EvalResult:
-    """Measure and judge. Raises InputError, ConfigError or ModelError before anything is measured."""
+    """Measure and judge; Ctrl-C returns what was complete by then, marked ``interrupted`` and not passed.
+
+    Raises InputError, ConfigError or ModelError before anything is measured.
+    """
     arm = resolve_arm(spec.config)
     if arm.config is None:
         raise InputError(f"'{spec.config}' is the full cache itself; evaluate a config file, tiers or sparse")
@@ -49,15 +52,23 @@ def evaluate(spec: EvalSpec, progress: Progress = no_progress) -> EvalResult:
     )
     assessment = Assessment(
         PlainArm(loaded.model, chunk_tokens=spec.chunk_tokens),
-        [make_arm(arm, loaded, spec.chunk_tokens)],
+        [make_arm(arm, loaded, spec.chunk_tokens, spec.text)],
         loaded.tokenizer,
         encode(loaded.tokenizer, thirds.evaluation),
         plan,
         progress,
     )
-    assessment.run()
+    interrupted = False
+    try:
+        assessment.run()
+    except KeyboardInterrupt:
+        if not assessment.has_results:
+            raise
+        interrupted = True
     quality = assessment.results()[arm.name]
     failures = judge(quality, spec.tolerance)
+    if interrupted:
+        failures.append(f"interrupted after {quality.n_windows} windows and {quality.n_needles} needles per case")
     return EvalResult(
         environment=environment.model_copy(update={"load_average_after": load_average()}),
         workload=Workload(
@@ -73,6 +84,7 @@ def evaluate(spec: EvalSpec, progress: Progress = no_progress) -> EvalResult:
         quality=quality,
         passed=not failures,
         failures=tuple(failures),
+        interrupted=interrupted,
     )
 
 

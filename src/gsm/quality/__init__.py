@@ -3,7 +3,7 @@
 from gsm.quality.assess import MIN_WINDOWS, Assessment, QualityPlan
 from gsm.quality.needles import NeedleOutcome, NeedlePlan, needles
 from gsm.quality.sessions import Arm, GsmArm, ModelSession, PlainArm, Progress, Session, SessionStats, no_progress
-from gsm.quality.smoothed import SmoothedArm
+from gsm.quality.smoothed import SmoothedArm, calibration_samples
 from gsm.quality.teacher_forced import WindowPlan, WindowScore, teacher_forced
 from gsm.quality.texts import TextThirds, encode, load_thirds
 
@@ -24,6 +24,7 @@ __all__ = [
     "TextThirds",
     "WindowPlan",
     "WindowScore",
+    "calibration_samples",
     "encode",
     "load_thirds",
     "needles",

@@ -89,6 +89,11 @@ class Assessment:
             for outcome in needles(everyone, self.tokenizer, self.text_ids, self.plan.needles, self.progress):
                 self._needles.append(outcome)
 
+    @property
+    def has_results(self) -> bool:
+        """Whether a window or a needle of every arm is complete."""
+        return bool(self._needles) or (bool(self._windows) and len(self._windows) == len(self.arms))
+
     def results(self) -> dict[str, Quality]:
         """Quality by arm name, the reference included: by definition it is 0 away from itself."""
         window_tokens = self.plan.windows.window_tokens if self.plan.windows else None

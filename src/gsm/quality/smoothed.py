@@ -10,7 +10,7 @@ import torch
 from gsm.config.smoothing import SmoothingConfig
 from gsm.models import LoadedModel
 from gsm.quality.sessions import Arm, Session
-from gsm.quality.texts import TextThirds, encode
+from gsm.quality.texts import TextThirds, encode, load_thirds
 from gsm.smoothing import Calibration, apply, calibrate, cut_samples
 
 _SAMPLES = 128  # calibration samples at most: a benchmark repeats, `gsm smooth` is thorough
@@ -53,11 +53,25 @@ class SmoothedArm:
                 self._held = False
 
     def _calibrate(self) -> None:
-        config = self.config
-        observed = config.enable and config.method != "rotate"
-        if self._samples is not None or not (observed or config.int8 == "static"):
-            return
-        ids = encode(self.loaded.tokenizer, self._text.calibration)
-        self._samples = cut_samples(ids, min(config.calibration_samples, _SAMPLES), config.sample_tokens)
-        if observed:
-            self._calibration = calibrate(self.loaded.model, self._samples)
+        if self._samples is None:
+            self._samples = calibration_samples(self.loaded, self.config, self._text, _SAMPLES)
+            if self._samples is not None and _is_observed(self.config):
+                self._calibration = calibrate(self.loaded.model, self._samples)
+
+
+def calibration_samples(
+    loaded: LoadedModel, config: SmoothingConfig, text: TextThirds | None = None, at_most: int | None = None
+) -> torch.Tensor | None:
+    """Token ids [n, tokens] of the calibration third for a section that learns from text; None for one that does not.
+
+    ``text`` is our own by default; ``at_most`` bounds n below what the section asks for.
+    """
+    if not (_is_observed(config) or config.int8 == "static"):
+        return None
+    ids = encode(loaded.tokenizer, (text or load_thirds()).calibration)
+    wanted = config.calibration_samples if at_most is None else min(config.calibration_samples, at_most)
+    return cut_samples(ids, wanted, config.sample_tokens)
+
+
+def _is_observed(config: SmoothingConfig) -> bool:
+    return config.enable and config.method != "rotate"

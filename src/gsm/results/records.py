@@ -187,6 +187,7 @@ class EvalResult(Record):
     quality: Quality
     passed: bool
     failures: tuple[str, ...] = ()
+    interrupted: bool = False
 
 
 class GenerateResult(Record):

@@ -4,7 +4,7 @@ An engine that packs requests drives `WindowSmoothing` (in `Applied.window`) ste
 """
 
 from gsm.smoothing.calibration import Calibration, SiteStats, calibrate, cut_samples
-from gsm.smoothing.context import Applied, apply
+from gsm.smoothing.context import Applied, apply, is_applied
 from gsm.smoothing.select import Choice, choose_sites
 from gsm.smoothing.window import Parameters, Span, StepContext, WindowSmoothing, parameters_for
 
@@ -21,5 +21,6 @@ __all__ = [
     "calibrate",
     "choose_sites",
     "cut_samples",
+    "is_applied",
     "parameters_for",
 ]

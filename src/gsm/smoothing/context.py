@@ -27,6 +27,7 @@ from gsm.smoothing.window import WindowSmoothing, is_window_smoothed, window_hoo
 
 _CHECK_TOKENS = 24
 _STATIC_SAMPLES = 32
+_MARK = "_gsm_smoothing_contexts"  # attribute of a model: how many contexts it is inside of
 
 
 @dataclass
@@ -83,11 +84,29 @@ def apply(
         if section.int8 != "off":
             _quantise(edits, model, section, applied, samples, set(exclude))
         with contextlib.ExitStack() as hooks:
+            hooks.enter_context(_marked(model))
             if section.enable and section.method == "window":
                 applied.window = hooks.enter_context(window_hooks(model, applied.smoothed, section))
             yield applied
     finally:
         edits.undo()
+
+
+def is_applied(model: Any) -> bool:
+    """Whether ``model`` is inside an `apply`."""
+    return bool(getattr(model, _MARK, 0))
+
+
+@contextlib.contextmanager
+def _marked(model: Any) -> Iterator[None]:
+    """Contexts may nest (int8 outside, `window` inside), so they are counted."""
+    setattr(model, _MARK, getattr(model, _MARK, 0) + 1)
+    try:
+        yield
+    finally:
+        setattr(model, _MARK, getattr(model, _MARK) - 1)
+        if not getattr(model, _MARK):
+            delattr(model, _MARK)
 
 
 def _choose(

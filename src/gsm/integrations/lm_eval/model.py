@@ -17,7 +17,8 @@ from lm_eval.models.huggingface import HFLM
 from gsm.config import load_config
 from gsm.config.presets import PRESETS
 from gsm.errors import InputError
-from gsm.integrations.transformers import Cache, attach, cache_kwarg, prefill
+from gsm.integrations.transformers import Cache, cache_kwarg, prefill
+from gsm.integrations.transformers.levers import attach
 from gsm.models import load_model
 
 Request = tuple[tuple[str, str], list[int], list[int]]  # texts, context ids, continuation ids
