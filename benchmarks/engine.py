@@ -89,6 +89,8 @@ def run_all(
 def decode_phase(times: dict[str, list[float]]) -> dict[str, float]:
     """Rate and gaps from when everybody has a token until the first is done."""
     start, end = max(t[0] for t in times.values()), min(t[-1] for t in times.values())
+    if end <= start:
+        sys.exit("the first request was done before the last one began to decode; raise --new-tokens")
     gaps = [b - a for t in times.values() for a, b in itertools.pairwise(t) if a >= start and b <= end]
     num = sum(start < moment <= end for t in times.values() for moment in t)
     return {
@@ -194,7 +196,7 @@ def long(args: argparse.Namespace) -> None:
 
 
 def capacity(args: argparse.Namespace) -> None:
-    """KV bytes of one request of 4000 tokens in every cache and dtype, after a real prefill and 48 tokens."""
+    """KV bytes of one request of 4000 tokens in every cache and dtype, after a real prefill."""
     before, rows = load_average(), {}
     for dtype in ("float32", "bfloat16"):
         loaded = load_model(args.model, dtype=dtype, threads=args.threads)
@@ -348,7 +350,7 @@ def main() -> None:
     parser.add_argument("--int8-arm", default="both", choices=["off", "dynamic", "both"])
     parser.add_argument("--window-layers", default="*.o_proj")
     parser.add_argument("--context", type=int, default=4000)
-    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--new-tokens", type=int, default=128)
     args = parser.parse_args()
     globals()[args.part](args)
 
