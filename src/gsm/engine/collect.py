@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,8 @@ class Collector:
         events, plain, rows = [], [], []
         for work, block in zip(works, logits, strict=True):
             if work.draft:
-                events.append(self._advance(work.sequence, self._accepted(work, block), []))
+                token_ids = self._accepted(work, block)
+                events.append(self._advance(work.sequence, token_ids, self._judged(work.sequence, block, token_ids)))
                 continue
             choices = [work.sequence]
             if work.sequence.is_unforked:
@@ -36,12 +38,24 @@ class Collector:
         if plain:
             sampled = sample(torch.stack(rows), [sequence.sampler for sequence in plain])
             for i, sequence in enumerate(plain):
-                token_id, wanted = sampled.token_ids[i], sequence.request.sampling.logprobs is not None
-                logprobs = []
-                if wanted and sampled.logprobs is not None and sampled.top is not None:
+                sequence.num_nonfinite += not sampled.is_finite[i]
+                token_id, logprobs = sampled.token_ids[i], []
+                if sequence.sampler.num_top is not None and sampled.logprobs is not None and sampled.top is not None:
                     logprobs.append(TokenLogprobs(token_id, sampled.logprobs[i], tuple(sampled.top[i])))
                 events.append(self._advance(sequence, [token_id], logprobs))
         return events
+
+    def _judged(self, sequence: Sequence, block: Tensor, token_ids: list[int]) -> list[TokenLogprobs]:
+        """What the model thought of the tokens of an accepted draft."""
+        rows, num_top = block[: len(token_ids)].float(), sequence.sampler.num_top
+        sequence.num_nonfinite += int((~rows.amax(-1).isfinite()).sum())
+        if num_top is None:
+            return []
+        logprobs = rows.log_softmax(-1)
+        values, ids = (x.tolist() for x in logprobs.topk(num_top, dim=-1))
+        own = logprobs[range(len(token_ids)), token_ids].tolist()
+        tops = [tuple(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True)]
+        return [TokenLogprobs(*judged) for judged in zip(token_ids, own, tops, strict=True)]
 
     def _accepted(self, work: Work, block: Tensor) -> list[int]:
         """The draft as far as the model agrees, and the model's own next token; what is wrong is taken back."""
@@ -60,6 +74,9 @@ class Collector:
     def _advance(self, sequence: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs]) -> TokenEvent:
         """Append new tokens up to the first that ends the sequence, and say what they mean."""
         sampling, detokenizer = sequence.request.sampling, sequence.detokenizer
+        sequence.last_token_s = time.monotonic()
+        if sequence.first_token_s is None:
+            sequence.first_token_s = sequence.last_token_s
         taken: list[int] = []
         finish: FinishReason | None = None
         stop_reason: str | int | None = None
@@ -79,6 +96,8 @@ class Collector:
             if sequence.num_generated >= sampling.max_tokens:
                 finish = "length"
                 break
+        if sequence.records:
+            sequence.recorded += logprobs[: len(taken)]
         if finish is not None:
             text += detokenizer.finish()
             if detokenizer.stop_reason is not None and stop_reason is None:
@@ -86,4 +105,10 @@ class Collector:
             self._engine.finish(sequence, finish)
         self._engine.stats.num_generated_tokens += len(taken)
         request_id = sequence.request.request_id
-        return TokenEvent(request_id, sequence.index, taken, text, logprobs, finish, stop_reason)
+        asked = _asked(logprobs[: len(taken)], sampling.logprobs)
+        return TokenEvent(request_id, sequence.index, taken, text, asked, finish, stop_reason)
+
+
+def _asked(logprobs: list[TokenLogprobs], num_top: int | None) -> list[TokenLogprobs]:
+    """What the request asked for: scoring may have recorded more."""
+    return [] if num_top is None else [TokenLogprobs(x.token_id, x.logprob, x.top[:num_top]) for x in logprobs]

@@ -8,8 +8,9 @@ is frozen or pure.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -19,12 +20,14 @@ from gsm.config import GsmConfig, SparseConfig, fingerprint
 from gsm.config.load import ConfigLike, load_config
 from gsm.engine.collect import Collector
 from gsm.engine.detokenize import Detokenizer
+from gsm.engine.epochs import Epoch, Epochs
 from gsm.engine.params import SamplingParams
-from gsm.engine.prefixes import make_prefix_index
+from gsm.engine.prefixes import make_prefix_index, weights_digest
 from gsm.engine.request import FinishReason, Request, Sequence, TokenEvent, Work
 from gsm.engine.runner import Runner
 from gsm.engine.sampler import SamplerState
 from gsm.engine.scheduler import Scheduler
+from gsm.engine.shadow import NUM_TOP, Shadow
 from gsm.engine.speculate import PromptLookup
 from gsm.engine.stats import EngineStats
 from gsm.engine.windows import Windows
@@ -52,26 +55,34 @@ class Engine:
         window: WindowSmoothing | None = None,
         prefix_dir: str | Path | None = None,
     ) -> None:
+        settings: GsmConfig = load_config(config)
         self.loaded = loaded
-        self.config: GsmConfig = load_config(config)
-        self.epoch = 0
         self.stats = EngineStats()
-        self.windows = Windows(window)
+        self.windows = Windows(loaded.model, window)
+        self.epochs = Epochs(self, settings, window)
         self.max_context = loaded.arch.max_position_embeddings or 1 << 30
         self.eos_ids = _eos_ids(loaded)
-        self._attached = ExitStack()
-        self._attached.enter_context(attach(loaded.model, self.config))
-        limits = self.config.engine
-        self.runner = Runner(loaded, self.config, self.windows)
-        self.manager = self.runner.cache.limit(limits.kv_pages)
-        max_bytes = int(limits.kv_memory_mib * 2**20) if limits.kv_memory_mib is not None else None
-        self.room = KVRoom(self.manager, max_bytes, limits.chunk_tokens)
-        self._warm_up()
-        self.prefix = make_prefix_index(self, window is not None, prefix_dir)
-        self.scheduler = Scheduler(limits, self.room, self._admit, self._preempt, self._make_room)
+        self.shadow = Shadow(loaded, self.windows, settings.rollout.max_scored_tokens)
+        self.on_finish: Callable[[Sequence], None] | None = None  # called before its pages are given back
         self.collector = Collector(self)
         self.requests: dict[str, Request] = {}
         self._events: list[TokenEvent] = []  # of cancelled and expired requests
+        with ExitStack() as attached:  # the model is given back at once when anything of this fails
+            attached.enter_context(attach(loaded.model, settings))
+            attached.callback(self.windows.close)
+            self._start(settings, window is not None, prefix_dir)
+            self._attached = attached.pop_all()
+
+    def _start(self, settings: GsmConfig, is_windowed: bool, prefix_dir: str | Path | None) -> None:
+        limits = settings.engine
+        self.runner = Runner(self.loaded, settings, self.windows)
+        self.manager = self.runner.cache.limit(limits.kv_pages)
+        self.room = KVRoom(self.manager, None, limits.chunk_tokens)
+        self.room.limit(limits.kv_memory_mib)
+        self._warm_up()
+        self.prefix = make_prefix_index(self, is_windowed, prefix_dir)
+        self.epochs.start()
+        self.scheduler = Scheduler(limits, self.room, self._admit, self._preempt, self._make_room)
 
     def __enter__(self) -> Engine:
         return self
@@ -80,6 +91,16 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @cached_property
+    def weights(self) -> bytes:
+        """A digest of the model as it is served, for the names of prefix pages."""
+        return weights_digest(self.loaded.model)
+
+    @property
+    def config(self) -> GsmConfig:
+        """What requests get that name no epoch."""
+        return self.epochs.current.config
 
     def close(self) -> None:
         """Drop every request, write prefix pages to disk, and give the model back as it was."""
@@ -100,12 +121,17 @@ class Engine:
         sparse: SparseConfig | None = None,
         tenant: str = "",
         salt: str = "",
+        epoch: int | Epoch | None = None,
+        is_scored: bool = False,
     ) -> Request:
-        """Queue a request. It keeps the config (and `sparse`, its own decode settings) of this moment.
+        """Queue a request. It keeps the config of `epoch` (default: the current one) and `sparse`, decode settings of
+        its own; an `Epoch` object may be used even after it was retired. `is_scored` has its answer read again exactly
+        once it is finished (`shadow`).
 
-        Raises QueueFull, or InputError when it can never be served.
+        Raises QueueFull, ConfigError for an epoch not in force, or InputError when it can never be served.
         """
         sampling = sampling or SamplingParams()
+        terms = epoch if isinstance(epoch, Epoch) else self.epochs[epoch]
         if len(self.scheduler.waiting) >= self.config.engine.max_waiting:
             raise QueueFull(f"{len(self.scheduler.waiting)} requests are waiting already; try again later")
         self._check(request_id, prompt_ids, sampling)
@@ -113,12 +139,12 @@ class Engine:
             request_id,
             prompt_ids,
             sampling,
-            self.config,
-            sparse if sparse is not None else self.config.cache.sparse,
-            self.epoch,
+            terms,
+            sparse if sparse is not None else terms.config.cache.sparse,
+            is_scored,
             tenant,
             salt,
-            time.monotonic() + self.config.engine.queue_timeout_s,
+            time.monotonic() + terms.config.engine.queue_timeout_s,
         )
         request.sequences = [self._sequence(request, index) for index in range(sampling.n)]
         self.requests[request_id] = request
@@ -164,18 +190,28 @@ class Engine:
         A failure of the model ends the requests of the step, not the engine; three in a row raise EngineError.
         """
         self._expire()
-        works = self.scheduler.schedule()
-        if works:
-            began_s = time.perf_counter()
-            try:
-                logits = self.runner.run(works)
-            except Exception as error:  # foreign code: whatever a model may raise ends these requests only
-                self._fail(works, error)
-            else:
-                self.stats.note_step(works, time.perf_counter() - began_s)
-                self._commit(works, logits)
+        for row in self.runner.rows(self.scheduler.schedule()):
+            works = [work for work in row if work.sequence.slot is not None]  # an earlier row may have ended others
+            if works:
+                self._run(works)
         events, self._events = self._events, []
         return events
+
+    def use_spare_time(self) -> None:
+        """Between two steps: score finished answers, freely when nobody waits, else within the share given to it."""
+        self.shadow.run(is_idle=not self.has_work)
+
+    def _run(self, works: list[Work]) -> None:
+        began_s = time.perf_counter()
+        try:
+            logits = self.runner.run(works)
+        except Exception as error:  # foreign code: whatever a model may raise ends these requests only
+            self._fail(works, error)
+            return
+        duration_s = time.perf_counter() - began_s
+        self.stats.note_step(works, duration_s)
+        self.shadow.earn(duration_s)
+        self._commit(works, logits)
 
     def _commit(self, works: list[Work], logits: list[Tensor]) -> None:
         self.stats.failures_in_a_row = 0
@@ -198,14 +234,15 @@ class Engine:
     # -- life of a sequence ------------------------------------------------------------------------------------
 
     def _admit(self, sequence: Sequence) -> None:
-        request = sequence.request
-        if self.prefix is not None:
-            chain = self.prefix.chain(request.salt, sequence.num_prompt_tokens, self._decode_settings(request))
+        request, terms = sequence.request, sequence.request.terms
+        if self.prefix is not None and terms.fingerprint is not None:
+            settings = self._decode_settings(request)
+            chain = self.prefix.chain(request.salt, sequence.num_prompt_tokens, settings, fingerprint=terms.fingerprint)
             sequence.chain = chain
-            sequence.slot, sequence.num_computed = self.prefix.match(chain, sequence.token_ids)
+            sequence.slot, sequence.num_computed = self.prefix.match(chain, sequence.token_ids, terms.rules)
             sequence.num_indexed_pages = len(chain.names)
         else:
-            sequence.slot, sequence.num_computed = self.manager.add_sequence(), 0
+            sequence.slot, sequence.num_computed = self.manager.add_sequence(terms.rules), 0
         if request.first_scheduled_s is None:
             request.first_scheduled_s = time.monotonic()
             request.num_cached_tokens = sequence.num_computed
@@ -227,6 +264,10 @@ class Engine:
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """The sequence is over: its pages are free, but for those the prefix index keeps."""
         sequence.finish_reason = reason
+        if self.on_finish is not None:
+            self.on_finish(sequence)
+        if sequence.records and reason in ("stop", "length"):
+            self.shadow.submit(sequence)
         if sequence.slot is not None:
             self.scheduler.running.remove(sequence)
             self._release(sequence)
@@ -270,7 +311,7 @@ class Engine:
         late = [s.request for s in self.scheduler.waiting if s.request.first_scheduled_s is None]
         for request in late:
             if request.deadline_s is not None and now > request.deadline_s:
-                limit = self.config.engine.queue_timeout_s
+                limit = request.config.engine.queue_timeout_s
                 self.cancel(request.request_id, "timeout", f"the request waited longer than {limit:g} s; try again")
 
     # -- small things ------------------------------------------------------------------------------------------
@@ -284,7 +325,8 @@ class Engine:
         text = Detokenizer(self.loaded.tokenizer, request.prompt_ids, sampling.stop, sampling.skip_special_tokens)
         state = SamplerState(sampling, self.eos_ids, request.prompt_ids, index)
         sequence = Sequence(request, index, text, state, list(request.prompt_ids))
-        draft_tokens = self.config.engine.draft_tokens
+        state.num_top = max(sampling.logprobs or 0, NUM_TOP) if sequence.records else sampling.logprobs
+        draft_tokens = request.config.engine.draft_tokens
         if draft_tokens and sampling.is_greedy and not sampling.changes_logits and not self.manager.needs_mass:
             sequence.lookup = PromptLookup(draft_tokens)
         return sequence
@@ -314,7 +356,8 @@ class Engine:
 
     def _warm_up(self) -> None:
         """A prompt and a decode step: shapes of pages are known and kernels compiled before the first request."""
-        request = Request("warm-up", [0] * 3, SamplingParams(), self.config, self.config.cache.sparse)
+        terms = self.epochs.current
+        request = Request("warm-up", [0] * 3, SamplingParams(), terms, terms.config.cache.sparse)
         sequence = self._sequence(request, 0)
         sequence.slot = self.manager.add_sequence()
         try:

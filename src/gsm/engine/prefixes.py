@@ -24,24 +24,25 @@ _SAMPLES = 256  # values of each weight that are hashed beside its sum
 
 
 def make_prefix_index(engine: Engine, is_windowed: bool, prefix_dir: str | Path | None) -> PrefixIndex | None:
-    """The index of an engine, or None where the config rules it out. Raises ConfigError for an impossible directory."""
-    limits, reason = engine.config.engine, why_not(engine, is_windowed)
+    """The index of an engine, or None where its first config rules it out (`Epochs` makes one when a later config does
+    not). Raises ConfigError for an impossible directory."""
+    limits, reason = engine.config.engine, why_not(engine, engine.config, is_windowed)
     if not limits.prefix_cache or reason is not None:
         if prefix_dir is not None:
             raise ConfigError(f"a prefix directory needs prefix reuse: {reason or 'engine.prefix_cache is off'}")
         if reason is not None:
             _log.info("no prefix reuse: %s", reason)
         return None
-    fingerprint = content_fingerprint(engine.loaded.model, engine.config)
+    fingerprint = content_fingerprint(engine.weights, engine.config)
     disk = None
     if prefix_dir is not None:
         disk = PrefixDisk(engine.manager, Path(prefix_dir), fingerprint, int(limits.prefix_disk_mib * 2**20))
     return PrefixIndex(engine.manager, fingerprint, disk)
 
 
-def why_not(engine: Engine, is_windowed: bool) -> str | None:
-    """The reason why pages cannot be shared between requests, or None."""
-    cache = engine.config.cache
+def why_not(engine: Engine, config: GsmConfig, is_windowed: bool) -> str | None:
+    """The reason why requests of a config cannot share pages, or None."""
+    cache = config.cache
     if is_windowed:
         return "window smoothing keeps state per request that pages do not hold"
     if cache.cold != "keep":
@@ -53,9 +54,9 @@ def why_not(engine: Engine, is_windowed: bool) -> str | None:
     return None
 
 
-def content_fingerprint(model: PreTrainedModel, config: GsmConfig) -> str:
-    """A digest of everything that changes the keys and values of a page: weights and the settings that compute and
-    store them. Settings that act on decoding alone (budgets, limits) are not part of it."""
+def content_fingerprint(weights: bytes, config: GsmConfig) -> str:
+    """A digest of everything that changes the keys and values of a page: weights (`weights_digest`) and the settings
+    that compute and store them. Settings that act on decoding alone (budgets, limits) are not part of it."""
     cache, smoothing = config.cache, config.smoothing
     settings = {
         "page_size": cache.page_size,
@@ -67,7 +68,7 @@ def content_fingerprint(model: PreTrainedModel, config: GsmConfig) -> str:
         "smoothing": smoothing.model_dump(mode="json") if smoothing.enable or smoothing.int8 != "off" else None,
     }
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
-    digest.update(weights_digest(model))
+    digest.update(weights)
     return digest.hexdigest()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gsm.config import GsmConfig, SparseConfig
 from gsm.engine.detokenize import Detokenizer
@@ -17,6 +17,9 @@ from gsm.engine.params import SamplingParams
 from gsm.engine.sampler import SamplerState
 from gsm.engine.speculate import PromptLookup
 from gsm.kv.prefix import Chain
+
+if TYPE_CHECKING:
+    from gsm.engine.epochs import Epoch
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 
@@ -46,14 +49,14 @@ class TokenEvent:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One call. Settings are those in force when it was added: they are frozen objects and never change under it."""
+    """One call. `terms` are the epoch it was added with: a frozen object that never changes under it."""
 
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
-    config: GsmConfig
+    terms: Epoch
     sparse: SparseConfig
-    epoch: int = 0
+    is_scored: bool = False  # whether its answer is to be read again exactly (`shadow`)
     tenant: str = ""  # who waits in turn with whom
     salt: str = ""  # who may share prefix pages with whom
     deadline_s: float | None = None  # latest `time.monotonic()` at which it may leave the queue
@@ -62,6 +65,14 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def config(self) -> GsmConfig:
+        return self.terms.config
+
+    @property
+    def epoch(self) -> int:
+        return self.terms.number
 
     @property
     def is_finished(self) -> bool:
@@ -94,6 +105,10 @@ class Sequence:
     finish_reason: FinishReason | None = None
     chain: Chain | None = None  # the names of its pages in the prefix index
     num_indexed_pages: int = 0
+    recorded: list[TokenLogprobs] = field(default_factory=list)  # of every token, where the answer is to be scored
+    num_nonfinite: int = 0  # tokens picked from logits that hold a NaN or an infinity
+    first_token_s: float | None = None  # `time.monotonic()`
+    last_token_s: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -112,6 +127,11 @@ class Sequence:
     def is_unforked(self) -> bool:
         """Whether it computes the prompt of choices that are still to be forked from it."""
         return self.num_generated == 0 and self is self.request.leader
+
+    @property
+    def records(self) -> bool:
+        """Whether what the model thought of its tokens is kept: of one choice per request."""
+        return self.request.is_scored and self.index == 0
 
     @property
     def is_decoding(self) -> bool:

@@ -29,17 +29,24 @@ class Runner:
         parameters = inspect.signature(type(loaded.model).forward).parameters
         self._takes = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
 
+    def rows(self, works: Seq[Work]) -> list[list[Work]]:
+        """Which works share one row: all of them, but for settings that a whole attention call has in common, and for
+        architectures whose rows cannot be shared."""
+        if not self.packable:
+            return [[work] for work in works]
+        shared: dict[tuple[object, ...], list[Work]] = {}
+        for work in works:
+            request = work.sequence.request
+            cache = request.config.cache
+            shared.setdefault((cache.recent_tokens, cache.backend, request.sparse.sigma), []).append(work)
+        return list(shared.values())
+
     @torch.inference_mode()
     def run(self, works: Seq[Work]) -> list[Tensor]:
-        """Compute the tokens of `works`; returns logits `[1 + len(draft), vocab]` of each that samples, in order.
+        """Compute the tokens of one row; returns logits `[1 + len(draft), vocab]` of each that samples, in order.
 
-        Raises OutOfPages or what the model raises; then nothing was stored of the row that failed.
+        Raises OutOfPages or what the model raises; then nothing was stored of it.
         """
-        if self.packable:
-            return self._row(works)
-        return [logits for work in works for logits in self._row([work])]
-
-    def _row(self, works: Seq[Work]) -> list[Tensor]:
         ids: list[int] = []
         positions: list[int] = []
         spans: list[Span] = []
@@ -50,14 +57,18 @@ class Runner:
             assert sequence.slot is not None
             spans.append(Span(sequence.slot, 0, start, len(new), is_draft=bool(work.draft)))
             ids += new
-            positions += range(sequence.num_computed, sequence.num_computed + len(new))
+            positions += self._positions(work, len(new))
             if work.samples:
                 widths.append(1 + len(work.draft))
                 kept += range(len(ids) - widths[-1], len(ids))
-        self.cache.plan(spans, [work.sequence.request.sparse for work in works])
+        requests = [work.sequence.request for work in works]
+        self.cache.plan(spans, [request.sparse for request in requests], requests[0].config.cache)
         self._windows.begin_step(works)
         logits = self._call(ids, positions, kept)
         return list(logits.split(widths)) if widths else []
+
+    def _positions(self, work: Work, num_tokens: int) -> range:
+        return range(work.sequence.num_computed, work.sequence.num_computed + num_tokens)
 
     def _call(self, ids: list[int], positions: list[int], kept: list[int]) -> Tensor:
         """Logits of columns `kept` of one row, `[len(kept), vocab]`."""

@@ -28,6 +28,7 @@ class SamplerState:
     prompt_ids: Seq[int]
     index: int = 0
     random: random.Random = field(init=False)
+    num_top: int | None = None  # alternatives to report beside each token, None: nothing
     counts: Counter[int] = field(default_factory=Counter)  # generated tokens
 
     def __post_init__(self) -> None:
@@ -41,9 +42,10 @@ class SamplerState:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens int `[B]`; for rows that asked, log-probabilities `[B]` and the best alternatives."""
+    """Tokens int `[B]`, whether a row was finite; for rows that asked, log-probabilities `[B]` and alternatives."""
 
     token_ids: list[int]
+    is_finite: list[bool]
     logprobs: list[float] | None
     top: list[list[tuple[int, float]]] | None
 
@@ -109,12 +111,13 @@ def _draw(logits: Tensor, states: Seq[SamplerState]) -> Tensor:
 
 
 def _with_logprobs(raw: Tensor, token_ids: Tensor, states: Seq[SamplerState]) -> Sampled:
-    wanted = [s.params.logprobs for s in states]
+    wanted = [s.num_top for s in states]
     most = max((n for n in wanted if n is not None), default=None)
+    is_finite = raw.amax(dim=-1).isfinite().tolist()  # a NaN is larger than anything, and -inf is allowed
     if most is None:
-        return Sampled(token_ids.tolist(), None, None)
+        return Sampled(token_ids.tolist(), is_finite, None, None)
     logprobs = raw.log_softmax(dim=-1)
     own = logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1).tolist()
     values, ids = (x.tolist() for x in logprobs.topk(most, dim=-1))
     top = [list(zip(i[: n or 0], v[: n or 0], strict=True)) for i, v, n in zip(ids, values, wanted, strict=True)]
-    return Sampled(token_ids.tolist(), own, top)
+    return Sampled(token_ids.tolist(), is_finite, own, top)

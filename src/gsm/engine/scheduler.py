@@ -138,7 +138,8 @@ class Scheduler:
             if computed >= sequence.num_prompt_tokens:
                 return 1
             end = sequence.num_prompt_tokens
-        border = (computed // self.limits.chunk_tokens + 1) * self.limits.chunk_tokens
+        grid = sequence.request.config.engine.chunk_tokens
+        border = (computed // grid + 1) * grid
         return min(border, end) - computed
 
     def _next_admissible(self, works: list[Work]) -> Sequence | None:

@@ -1,44 +1,112 @@
-"""The smoothing windows of running requests: they enter, leave and fork with them."""
+"""The smoothing windows of running requests: they enter, leave and fork with them.
+
+Every smoothing section in force has a `WindowSmoothing` of its own, with hooks of its own; a step tells each of them
+which spans are its requests'. Hooks stay for the life of the engine: without a span of theirs they cost nothing but the
+call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
+from gsm.config.smoothing import SmoothingConfig
 from gsm.engine.request import Sequence, Work
-from gsm.smoothing.window import Parameters, Span, StepContext, WindowSmoothing, parameters_for
+from gsm.errors import ConfigError
+from gsm.smoothing.select import matches
+from gsm.smoothing.sites import find_sites
+from gsm.smoothing.window import Parameters, Span, StepContext, WindowSmoothing, parameters_for, window_hooks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Windows:
-    """Tells window smoothing whose tokens a step holds. Does nothing where there is none (`smoothing` is None)."""
+    """Tells window smoothing whose tokens a step holds. `first` is the one in force when the engine starts, if any."""
 
-    def __init__(self, smoothing: WindowSmoothing | None) -> None:
-        self.smoothing = smoothing
+    def __init__(self, model: PreTrainedModel, first: WindowSmoothing | None) -> None:
+        self._model = model
+        self._hooks = ExitStack()
+        self._installed: list[WindowSmoothing] = [first] if first is not None else []
         self._parameters: dict[Sequence, Parameters] = {}
 
+    def close(self) -> None:
+        self._hooks.close()
+
+    def is_new(self, config: SmoothingConfig) -> bool:
+        """Whether `install` would put hooks on the model."""
+        return _is_windowed(config) and self._find(config) is None
+
+    def install(self, config: SmoothingConfig) -> WindowSmoothing | None:
+        """The window smoothing of a section, put on the model if it is new; None where the section has none.
+
+        Raises ConfigError when the section does not say which modules it acts on.
+        """
+        if not _is_windowed(config):
+            return None
+        found = self._find(config)
+        if found is None:
+            found = self._hooks.enter_context(window_hooks(self._model, self._targets(config), config))
+            found.external = True
+            self._installed.append(found)
+        return found
+
     def begin_step(self, works: Seq[Work]) -> None:
-        if self.smoothing is None:
-            return
-        spans, start = [], 0
-        for work in works:
-            sequence, length = work.sequence, len(work.ids)
-            spans.append(Span(sequence, start, length, sequence.num_computed, self._parameters_of(sequence)))
-            start += length
-        self.smoothing.begin_step(StepContext(tuple(spans)))
+        for smoothing in self._installed:
+            spans, start = [], 0
+            for work in works:
+                sequence, length = work.sequence, len(work.ids)
+                if sequence.request.terms.window is smoothing:
+                    parameters = self._parameters_of(sequence, smoothing.config)
+                    spans.append(Span(sequence, start, length, sequence.num_computed, parameters))
+                start += length
+            smoothing.begin_step(StepContext(tuple(spans)))
+
+    def suspend(self) -> None:
+        """The next forward pass is nobody's: modules see their inputs as they are."""
+        for smoothing in self._installed:
+            smoothing.begin_step(StepContext(()))
 
     def fork(self, source: Sequence, target: Sequence) -> None:
         """`target` goes on with the window of `source`."""
-        if self.smoothing is not None:
-            self.smoothing.state.copy(source, target)
+        window = source.request.terms.window
+        if window is not None:
+            window.state.copy(source, target)
 
     def release(self, sequence: Sequence) -> None:
-        if self.smoothing is not None:
+        window = sequence.request.terms.window
+        if window is not None:
             self._parameters.pop(sequence, None)
-            self.smoothing.release(sequence)
+            window.release(sequence)
 
-    def _parameters_of(self, sequence: Sequence) -> Parameters:
+    def _find(self, config: SmoothingConfig) -> WindowSmoothing | None:
+        return next((smoothing for smoothing in self._installed if smoothing.config == config), None)
+
+    def _targets(self, config: SmoothingConfig) -> list[str]:
+        """Names of the modules a section acts on, where it can be told without a calibration run."""
+        how = config.target_layers
+        if how != "all" and not isinstance(how, tuple):
+            raise ConfigError(
+                f"smoothing.target_layers: {how} needs a calibration run, which takes a restart; name the modules, or "
+                "give all"
+            )
+        sites = []
+        for block in find_sites(self._model):
+            mlp = [] if block.layout.experts else [block.path(part) for part in block.layout.mlp_out]
+            sites += [block.path(block.layout.attn_out), *mlp]
+        for pattern in how if isinstance(how, tuple) else ():
+            if not any(matches(name, (pattern,)) for name in sites):
+                raise ConfigError(f"target_layers: '{pattern}' matches no site; sites are named like {sites[0]}")
+        return [name for name in sites if how == "all" or matches(name, how)]
+
+    def _parameters_of(self, sequence: Sequence, config: SmoothingConfig) -> Parameters:
         """Fixed when the sequence is first seen: by the length it may reach, as the short-request rules want."""
         if sequence not in self._parameters:
-            assert self.smoothing is not None
             length = sequence.num_prompt_tokens + sequence.request.sampling.max_tokens
-            self._parameters[sequence] = parameters_for(self.smoothing.config, length)
+            self._parameters[sequence] = parameters_for(config, length)
         return self._parameters[sequence]
+
+
+def _is_windowed(config: SmoothingConfig) -> bool:
+    return config.enable and config.method == "window"

@@ -117,7 +117,8 @@ class PrefixIndex:
     def match(self, chain: Chain, token_ids: Sequence[int], rules: Rules | None = None) -> tuple[int, int]:
         """A new sequence that begins with the longest known prefix: its slot and its length in tokens.
 
-        `rules` are those of `KVManager.add_sequence`. At least one token is left to compute. Pages are owned by the new sequence at once.
+        `rules` are those of `KVManager.add_sequence`. At least one token is left to compute. Pages are owned by the new
+        sequence at once.
         """
         page_size = self.manager.config.page_size
         most = (len(token_ids) - 1) // page_size

@@ -17,7 +17,12 @@ class KVRoom:
     def __init__(self, manager: KVManager, max_bytes: int | None, chunk_tokens: int) -> None:
         self.manager = manager
         self.max_bytes = max_bytes
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
+        self.num_hot_pages = manager.config.num_hot_pages  # the most that any sequence may want
+
+    def limit(self, max_mib: float | None) -> None:
+        """From now on no more than that many MiB of pages may be in use; what is beyond it stays until it is freed."""
+        self.max_bytes = int(max_mib * 2**20) if max_mib is not None else None
 
     @property
     def used_bytes(self) -> int:
@@ -39,7 +44,7 @@ class KVRoom:
         """Most bytes a sequence of that length takes, the chunk that is being computed included."""
         config = self.manager.config
         pages = self._pages(num_tokens)
-        hot_pages = min(pages, config.num_sink_pages + config.num_hot_pages + self._pages(self._chunk_tokens) + 1)
+        hot_pages = min(pages, config.num_sink_pages + self.num_hot_pages + self._pages(self.chunk_tokens) + 1)
         total = 0
         for group in self.manager.groups:
             older = group.hot if group.warm is None else group.warm

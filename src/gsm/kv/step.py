@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gsm.core.batch import Span
+from gsm.core.scorers import Scorer
 from gsm.core.view import KVView
 from gsm.kv.group import StreamGroup
 
@@ -41,6 +43,7 @@ class KVStep:
         self.long_spans = [i for i, span in enumerate(spans) if span.num_tokens > 1 and not span.is_draft]
         self.is_decode = bool(spans) and not self.long_spans
         self.needs_mass = manager.needs_mass
+        self.scorer: Scorer | None = None  # weighs the same summaries otherwise than the store's own
         self._open = True
         self._targets: dict[int, _Target] = {}
         self._index: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -135,7 +138,8 @@ class KVStep:
         """The sequences of all decode tokens at this layer, the new tokens included."""
         group = self.manager._group_of[layer]
         slots, seq_lens = self.index(group.geometry.device)
-        return group.layer_view(layer, slots, seq_lens, self.max_pages)
+        view = group.layer_view(layer, slots, seq_lens, self.max_pages)
+        return view if self.scorer is None else replace(view, scorer=self.scorer)
 
     def span_view(self, layer: int, index: int) -> KVView:
         """The sequence of one span as it was before this step."""
