@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 
 from gsm.config.engine import EngineConfig
 from gsm.config.presets import apply_preset
+from gsm.config.prompt import PromptConfig
+from gsm.config.reasoning import ReasoningConfig
 from gsm.config.rollout import RolloutConfig
 from gsm.config.section import Section
 from gsm.config.smoothing import SmoothingConfig
@@ -167,5 +169,7 @@ class GsmConfig(Section):
     cache: CacheConfig = CacheConfig()
     smoothing: SmoothingConfig = SmoothingConfig()
     engine: EngineConfig = EngineConfig()
+    prompt: PromptConfig = PromptConfig()
+    reasoning: ReasoningConfig = ReasoningConfig()
     rollout: RolloutConfig = RolloutConfig()
     vllm: VllmConfig = VllmConfig()

@@ -1,0 +1,5 @@
+"""Window smoothing."""
+
+
+def register_layer() -> None:
+    pass
