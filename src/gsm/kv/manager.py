@@ -68,11 +68,13 @@ class KVManager:
         config: CacheConfig,
         max_pages: int | None = None,
         windows: Seq[Window | None] | None = None,
+        has_cold_pool: bool = False,
     ) -> None:
         self.config = config
         self.windows = tuple(windows) if windows is not None else (None,) * num_layers
         self.num_layers = num_layers
         self.max_pages = max_pages
+        self.has_cold_pool = has_cold_pool or config.cold == "int4"  # somebody lowers pages to int4 (`gsm.kv.grading`)
         self.compactor: Compactor | None = None  # given by who knows the model's rotary embedding (`make_compactor`)
         self.rules = make_rules(config)
         self.needs_mass = self.rules.needs_mass
@@ -193,7 +195,7 @@ class KVManager:
         if group is None:
             c = self.config
             group = StreamGroup(
-                geometry, c.page_size, c.warm.codec, self.scorer, self.num_layers, self.statistics, c.cold == "int4"
+                geometry, c.page_size, c.warm.codec, self.scorer, self.num_layers, self.statistics, self.has_cold_pool
             )
             self.groups.append(group)
         row = group.add_layer(layer)
@@ -249,14 +251,18 @@ class KVManager:
             for group in self.groups:
                 group.complete(slot, state.num_complete, num_full)
             state.num_complete = num_full
-        first, stop = state.demoted.start, state.demoted.stop
-        hot_start = max(stop, (state.num_tokens - state.rules.config.hot_size) // self.config.page_size)
+        hot_start = max(state.demoted.stop, (state.num_tokens - state.rules.config.hot_size) // self.config.page_size)
         if self._is_time_to_judge(state, hot_start, decoding):
-            self._judge(slot, state, first, hot_start)
-        if hot_start > stop:
+            self._judge(slot, state, state.demoted.start, hot_start)
+        self.demote_until(slot, hot_start)
+
+    def demote_until(self, slot: int, page: int) -> None:
+        """Complete pages before `page` are no longer needed in full precision, however new they are."""
+        state = self._sequence(slot)
+        if page > state.demoted.stop:
             for group in self.groups:
-                self.counters["demoted"] += group.demote(slot, stop, hot_start)
-            state.demoted = range(first, hot_start)
+                self.counters["demoted"] += group.demote(slot, state.demoted.stop, page)
+            state.demoted = range(state.demoted.start, page)
 
     def _settle_draft(self, slot: int, state: SequenceState) -> None:
         """What was left of the last step after cropping counts for good."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # The order is part of the code; append only.
-REASONS = ("recent", "threshold", "budget", "warm_size", "window")
+REASONS = ("recent", "threshold", "budget", "warm_size", "window", "reasoning", "history")
 _BITS = 3  # room for 8 reasons; int32 then counts 268 million tokens
 
 

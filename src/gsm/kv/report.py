@@ -63,3 +63,15 @@ def collect(manager: KVManager) -> KVStats:
         recalled_tokens_mean=manager.recalled_tokens / samples if samples else None,
         nonfinite_pages=dict(sorted(nonfinite.items())),
     )
+
+
+def sequence_bytes(manager: KVManager, slot: int) -> int:
+    """Bytes of the pages a sequence holds in every tier; shared ones count in full."""
+    num_pages = -(-manager.num_tokens(slot) // manager.config.page_size)
+    total = 0
+    for group in manager.groups:
+        ids = group.ids(slot, 0, num_pages)
+        total += len(ids) * group.pages.unit_bytes
+        for name, pool in group.pools.items():
+            total += int((group.pages.fields[name][ids] >= 0).sum()) * pool.unit_bytes
+    return total
