@@ -79,6 +79,17 @@ def _exp(x):
 
 
 @_helper
+def _low_nibble(code):
+    """As float32. Through int32, because numba computes with 64-bit integers, of which half as many fit a vector."""
+    return np.float32(np.int32(np.uint8(code) & np.uint8(15)))
+
+
+@_helper
+def _high_nibble(code):
+    return np.float32(np.int32(np.uint8(code) >> np.uint8(4)))
+
+
+@_helper
 def _load_bfloat16(source, count, out):
     """Tokens of a page given as bfloat16 bits into `out [page_size, dim]` float32."""
     bits = out.view(np.uint32)
@@ -107,9 +118,8 @@ def _load_int4_k(codes, scales, offsets, count, out):
     half_dim = out.shape[1] // 2
     for t in range(count):
         for i in range(half_dim):
-            byte = np.uint8(codes[t, i])
-            out[t, i] = np.float32(byte & np.uint8(15))
-            out[t, half_dim + i] = np.float32(byte >> np.uint8(4))
+            out[t, i] = _low_nibble(codes[t, i])
+            out[t, half_dim + i] = _high_nibble(codes[t, i])
     for d in range(out.shape[1]):
         scale, offset = _half(scales[d]), _half(offsets[d])
         for t in range(count):
@@ -123,9 +133,8 @@ def _load_int4_v(codes, scales, offsets, count, out):
     size = out.shape[1] // num_groups
     for t in range(count):
         for i in range(half_dim):
-            byte = np.uint8(codes[t, i])
-            out[t, i] = np.float32(byte & np.uint8(15))
-            out[t, half_dim + i] = np.float32(byte >> np.uint8(4))
+            out[t, i] = _low_nibble(codes[t, i])
+            out[t, half_dim + i] = _high_nibble(codes[t, i])
         for g in range(num_groups):
             scale, offset = _half(scales[t, g]), _half(offsets[t, g])
             for d in range(g * size, (g + 1) * size):
@@ -255,8 +264,7 @@ def _score_clusters(a, query, table, first, last, scores):
             for g in range(0, num_heads, 4):
                 w = x = y = z = np.float32(0)
                 for i in range(half_dim):
-                    byte = np.uint8(codes[c, i])
-                    even, odd = np.float32(byte & np.uint8(15)), np.float32(byte >> np.uint8(4))
+                    even, odd = _low_nibble(codes[c, i]), _high_nibble(codes[c, i])
                     w += low[g, i] * even + high[g, i] * odd
                     x += low[g + 1, i] * even + high[g + 1, i] * odd
                     y += low[g + 2, i] * even + high[g + 2, i] * odd
@@ -286,19 +294,29 @@ def _finish_clusters(a, query, table, first, last, scores):
             offset[g] += np.float32(8) * query[g, d]
             norm[g] += query[g, d] * query[g, d]
         norm[g] = np.sqrt(norm[g]) * a.sigma
-    scale, spread, size = np.empty(count, np.float32), np.empty(count, np.float32), np.empty(count, np.float32)
+    bits = np.zeros((clusters, 2, count), np.uint16)
+    size = np.empty((clusters, count), np.float32)
+    for p in range(count):
+        page_id = np.int64(table[first + p])
+        for c in range(clusters):
+            if page_id >= 0:
+                row = 2 * (page_id * clusters + c)
+                bits[c, 0, p] = _uint16(a.center_scale + row, (1,))[0]
+                bits[c, 1, p] = _uint16(a.radius + row, (1,))[0]
+                size[c, p] = log_size[np.int64(_half(_uint16(a.size + row, (1,))[0]))]
+            else:
+                size[c, p] = LOWEST
+    scale, spread = np.empty(count, np.float32), np.empty(count, np.float32)
     for c in range(clusters):
         for p in range(count):
-            row = 2 * (max(np.int64(table[first + p]), np.int64(0)) * clusters + c)
-            scale[p] = _half(_uint16(a.center_scale + row, (1,))[0])
-            spread[p] = _half(_uint16(a.radius + row, (1,))[0])
-            keys = np.int64(_half(_uint16(a.size + row, (1,))[0]))
-            size[p] = log_size[keys] if table[first + p] >= 0 else LOWEST
+            scale[p] = _half(bits[c, 0, p])
+        for p in range(count):
+            spread[p] = _half(bits[c, 1, p])
         for g in range(num_heads):
             logits = scores[c, g, first:last]
             for p in range(count):
-                logit = (logits[p] - offset[g]) * scale[p] + spread[p] * norm[g] + size[p]
-                logits[p] = max(logit, LOWEST) if size[p] > LOWEST else LOWEST
+                logit = (logits[p] - offset[g]) * scale[p] + spread[p] * norm[g] + size[c, p]
+                logits[p] = max(logit, LOWEST) if size[c, p] > LOWEST else LOWEST
 
 
 @_helper
@@ -419,54 +437,71 @@ def _weigh(weights, first, v_page, out):
 
 
 @_helper
-def _load_k(a, page_id, count, out):
-    hot = np.int64(_int32(a.hot_row + 4 * page_id, (1,))[0])
+def _find_pages(a, table, pages, hot, warm):
+    """Where pages lie, -1 = not there: the cache misses of all of them overlap."""
+    for i in range(pages.shape[0]):
+        hot[i] = _int32(a.hot_row + 4 * np.int64(table[pages[i]]), (1,))[0]
+        warm[i] = _int32(a.warm_row + 4 * np.int64(table[pages[i]]), (1,))[0]
+
+
+@_helper
+def _k_page(a, hot, warm, count, buffer):
+    """K of a page as float32 `[page_size, k_dim]`: in place where it is stored so and complete, else in `buffer`."""
     tokens, dim = a.page_size, a.k_dim
     if hot >= 0 and a.is_bfloat16:
-        _load_bfloat16(_uint16(a.hot_k + 2 * hot * tokens * dim, (tokens, dim)), count, out)
+        _load_bfloat16(_uint16(a.hot_k + 2 * hot * tokens * dim, (tokens, dim)), count, buffer)
     elif hot >= 0:
-        _load_float32(_float32(a.hot_k + 4 * hot * tokens * dim, (tokens, dim)), count, out)
+        stored = _float32(a.hot_k + 4 * hot * tokens * dim, (tokens, dim))
+        if count == buffer.shape[0]:
+            return stored
+        _load_float32(stored, count, buffer)
     else:
-        warm = np.int64(_int32(a.warm_row + 4 * page_id, (1,))[0])
         codes = _int8(a.warm_k + warm * tokens * a.k_bytes, (tokens, a.k_bytes))
         scales = _uint16(a.k_scale + 2 * warm * a.k_scales, (a.k_scales,))
         if a.codec == INT8:
-            _load_int8(codes, scales, count, out)
+            _load_int8(codes, scales, count, buffer)
         else:
-            _load_int4_k(codes, scales, _uint16(a.k_offset + 2 * warm * a.k_scales, (a.k_scales,)), count, out)
+            _load_int4_k(codes, scales, _uint16(a.k_offset + 2 * warm * a.k_scales, (a.k_scales,)), count, buffer)
+    return buffer
 
 
 @_helper
-def _load_v(a, page_id, count, out):
-    hot = np.int64(_int32(a.hot_row + 4 * page_id, (1,))[0])
+def _v_page(a, hot, warm, count, buffer):
+    """The same for V, `[page_size, v_dim]`."""
     tokens, dim = a.page_size, a.v_dim
     if hot >= 0 and a.is_bfloat16:
-        _load_bfloat16(_uint16(a.hot_v + 2 * hot * tokens * dim, (tokens, dim)), count, out)
+        _load_bfloat16(_uint16(a.hot_v + 2 * hot * tokens * dim, (tokens, dim)), count, buffer)
     elif hot >= 0:
-        _load_float32(_float32(a.hot_v + 4 * hot * tokens * dim, (tokens, dim)), count, out)
+        stored = _float32(a.hot_v + 4 * hot * tokens * dim, (tokens, dim))
+        if count == buffer.shape[0]:
+            return stored
+        _load_float32(stored, count, buffer)
     else:
-        warm = np.int64(_int32(a.warm_row + 4 * page_id, (1,))[0])
         codes = _int8(a.warm_v + warm * tokens * a.v_bytes, (tokens, a.v_bytes))
         if a.codec == INT8:
-            _load_int8(codes, _uint16(a.v_scale + 2 * warm * a.v_scales, (a.v_scales,)), count, out)
+            _load_int8(codes, _uint16(a.v_scale + 2 * warm * a.v_scales, (a.v_scales,)), count, buffer)
         else:
             shape = tokens, a.v_groups
             scales = _uint16(a.v_scale + 2 * warm * a.v_scales, shape)
-            _load_int4_v(codes, scales, _uint16(a.v_offset + 2 * warm * a.v_scales, shape), count, out)
+            _load_int4_v(codes, scales, _uint16(a.v_offset + 2 * warm * a.v_scales, shape), count, buffer)
+    return buffer
 
 
 @_helper
-def _fetch_page(a, page_id, hot_pool, warm_pool, dim, code_bytes):
-    """Ask for the cache lines of a page that is needed soon: pages lie scattered, which hardware does not foresee."""
-    hot = np.int64(_int32(a.hot_row + 4 * page_id, (1,))[0])
-    if hot >= 0:
-        size = a.page_size * dim * (2 if a.is_bfloat16 else 4)
-        start = hot_pool + hot * size
-    else:
-        size = a.page_size * code_bytes
-        start = warm_pool + np.int64(_int32(a.warm_row + 4 * page_id, (1,))[0]) * size
+def _fetch(start, size):
+    """Ask for cache lines that are needed soon: pages lie scattered, which hardware does not foresee."""
     for offset in range(0, size, 64):
         prefetch(start + offset)
+
+
+@_helper
+def _fetch_page(a, hot, warm, hot_pool, dim, warm_pool, code_bytes, scale_pool, num_scales):
+    if hot >= 0:
+        size = a.page_size * dim * (2 if a.is_bfloat16 else 4)
+        _fetch(hot_pool + hot * size, size)
+    else:
+        _fetch(warm_pool + warm * a.page_size * code_bytes, a.page_size * code_bytes)
+        _fetch(scale_pool + 2 * warm * num_scales, 2 * num_scales)
 
 
 @_helper
@@ -475,9 +510,11 @@ def _attend_pages(a, query, length, table, pages, out, page_sum, state):
     `state [G, 2]` = (largest logit, sum of exponentials)."""
     num_heads, num_pages, page_size = query.shape[0], pages.shape[0], a.page_size
     rows = (page_size + 3) // 4 * 4  # four tokens at a time; those beyond the page weigh nothing
-    k_page = np.zeros((rows, query.shape[1]), np.float32)
-    v_page = np.zeros((rows, out.shape[1]), np.float32)
+    k_buffer = np.zeros((rows, query.shape[1]), np.float32)
+    v_buffer = np.zeros((rows, out.shape[1]), np.float32)
     logits = np.empty((num_heads, num_pages * rows), np.float32)
+    hot, warm = np.empty(num_pages, np.int64), np.empty(num_pages, np.int64)
+    _find_pages(a, table, pages, hot, warm)
     for g in range(num_heads):
         state[g, 0] = LOWEST
         state[g, 1] = 0
@@ -485,19 +522,20 @@ def _attend_pages(a, query, length, table, pages, out, page_sum, state):
             out[g, d] = 0
     for i in range(num_pages):
         if i + 2 < num_pages:
-            _fetch_page(a, table[pages[i + 2]], a.hot_k, a.warm_k, a.k_dim, a.k_bytes)
+            h, w = hot[i + 2], warm[i + 2]
+            _fetch_page(a, h, w, a.hot_k, a.k_dim, a.warm_k, a.k_bytes, a.k_scale, a.k_scales)
         count = min(page_size, length - pages[i] * page_size)
-        _load_k(a, table[pages[i]], count, k_page)
-        _dots(query, k_page, count, logits, i * rows, state)
+        _dots(query, _k_page(a, hot[i], warm[i], count, k_buffer), count, logits, i * rows, state)
     for g in range(num_heads):
         top = state[g, 0]
         for j in range(num_pages * rows):
             logits[g, j] = _exp(logits[g, j] - top)
     for i in range(num_pages):
         if i + 2 < num_pages:
-            _fetch_page(a, table[pages[i + 2]], a.hot_v, a.warm_v, a.v_dim, a.v_bytes)
+            h, w = hot[i + 2], warm[i + 2]
+            _fetch_page(a, h, w, a.hot_v, a.v_dim, a.warm_v, a.v_bytes, a.v_scale, a.v_scales)
         count = min(page_size, length - pages[i] * page_size)
-        _load_v(a, table[pages[i]], count, v_page)
+        v_page = _v_page(a, hot[i], warm[i], count, v_buffer)
         for g in range(num_heads):
             page_sum[g, i] = _weigh(logits[g], i * rows, v_page, out[g])
             state[g, 1] += page_sum[g, i]
