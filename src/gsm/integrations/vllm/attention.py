@@ -135,7 +135,9 @@ def _selectable(impl: Any) -> bool:
     """Whether a layer sees its whole past by plain softmax; sinks and position biases belong to single query heads."""
     window = impl.sliding_window
     bounded = (window[0] if isinstance(window, tuple) else window) not in (None, -1)
-    return not bounded and impl.attn_type == "decoder" and impl.alibi_slopes is None and impl.sinks is None
+    packed = getattr(impl, "_is_per_token_head_quant", False)  # keys with their scales inside: no half of a row
+    plain = impl.alibi_slopes is None and impl.sinks is None and not packed
+    return not bounded and impl.attn_type == "decoder" and plain
 
 
 class LayerState:

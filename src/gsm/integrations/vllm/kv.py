@@ -76,11 +76,11 @@ class GsmFullAttentionManager(FullAttentionManager):  # type: ignore[misc]
             return
         facts = self.facts.setdefault(request_id, RequestFacts())
         complete = processed_computed_tokens // self.block_size
-        if complete <= facts.judged_blocks:
+        if complete <= facts.judged_blocks or num_prompt_tokens is None:
             return
+        if processed_computed_tokens < num_prompt_tokens:
+            return  # chunks of a prompt depend on its company: what they see must not
         policy = make_policy(self.gsm.config.cache)
-        if policy.needs_mass and processed_computed_tokens < (num_prompt_tokens or 0):
-            return  # before the end of a prompt nobody has asked anything yet
         facts.judged_blocks = complete
         self._drop(request_id, facts, self._cold(policy, request_id, facts, processed_computed_tokens))
         if facts.gone and facts.exact_tokens is None:

@@ -8,6 +8,7 @@ pages, everything else (prompts, drafts of several tokens, layers that stay dens
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -45,6 +46,7 @@ class Step:
         self._common = common
         self._metadata = metadata
         self._plan: Plan | None = None
+        self._derived: dict[str, Any] = {}
 
     def plan(self, num_blocks: int, num_kv_heads: int, device: torch.device) -> Plan:
         """The plan, made when first asked for."""
@@ -58,6 +60,24 @@ class Step:
         known = self._common.seq_lens_cpu_upper_bound  # exact for rows that add one token
         lengths: list[int] = (known if known is not None else self._common.seq_lens.cpu()).tolist()
         return lengths[: self._common.num_reqs]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each row begins in the tokens of this step, and the end."""
+        starts: list[int] = self._common.query_start_loc_cpu[: self._common.num_reqs + 1].tolist()
+        return starts
+
+    @property
+    def tables(self) -> Tensor:
+        """Physical blocks as vLLM has them, `[B, P]`."""
+        tables: Tensor = self._common.block_table_tensor[: self._common.num_reqs]
+        return tables
+
+    def derived(self, name: str, make: Callable[[], Any]) -> Any:
+        """What layers derive from the step, made once."""
+        if name not in self._derived:
+            self._derived[name] = make()
+        return self._derived[name]
 
     @cached_property
     def num_decodes(self) -> int:
