@@ -13,7 +13,7 @@ from running import PLAIN, SPARSE, config, drain, load, prompt, used_pages
 
 from gsm.config import load_config
 from gsm.engine import Engine, SamplingParams
-from gsm.engine.prefixes import content_fingerprint
+from gsm.engine.prefixes import content_fingerprint, weights_digest
 from gsm.errors import ConfigError
 from gsm.kv.prefix import chain_hash
 from gsm.models import LoadedModel
@@ -82,7 +82,7 @@ def test_salts_and_tenants_never_share(tiny: LoadedModel) -> None:
 
 def test_what_changes_a_page_changes_the_fingerprint(tiny: LoadedModel, tiny_model: Any) -> None:
     def of(model: Any, settings: dict[str, Any]) -> str:
-        return content_fingerprint(model, load_config(settings))
+        return content_fingerprint(weights_digest(model), load_config(settings))
 
     base = of(tiny.model, config())  # CASES C2
     assert base == of(tiny.model, config(SPARSE, max_running=2, kv_pages=9))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @model_options
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
-@click.option("--config", metavar="FILE", help="Config file, or a preset such as tiers or sparse.  [default: tiers]")
+@click.option("--config", metavar="FILE", help="Config file (watched), or a preset such as sparse.  [default: tiers]")
 @click.option("--model-name", help="Name that clients use.  [default: the model's own]")
 @click.option("--kv-memory-mib", type=float, help="Most KV memory.  [default: half of what is free]")
 @click.option("--max-running", type=click.IntRange(min=1), help="Choices that run at a time.  [default: 32]")
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 @click.option("--prefix-dir", metavar="DIR", help="Keep prefix pages here across restarts.")
 @click.option("--api-key-env", metavar="VARIABLE", help="Environment variable with API keys, separated by commas.")
 @click.option("--api-key-file", type=click.Path(path_type=Path), help="File with one API key a line.")
+@click.option(
+    "--admin-key-env", metavar="VARIABLE", help="The same with admin keys: opens /admin and the page's buttons."
+)
+@click.option("--admin-key-file", type=click.Path(path_type=Path), help="File with one admin key a line.")
+@click.option("--state-file", type=click.Path(path_type=Path), help="Last good config.  [default: beside --config]")
 @click.option("--max-body-mib", default=8.0, show_default=True)
 @click.option("--max-prompt-tokens", type=click.IntRange(min=1), help="Longest prompt.  [default: the model's window]")
 @click.option("--max-request-s", default=600.0, show_default=True, help="Longest time of one request.")
@@ -43,6 +48,9 @@ def command(
     prefix_dir: str | None,
     api_key_env: str | None,
     api_key_file: Path | None,
+    admin_key_env: str | None,
+    admin_key_file: Path | None,
+    state_file: Path | None,
     max_body_mib: float,
     max_prompt_tokens: int | None,
     max_request_s: float,
@@ -63,27 +71,43 @@ def command(
         "max_waiting": max_waiting,
         "draft_tokens": draft_tokens,
     }
-    keys = _keys(api_key_env, api_key_file)
+    keys = _keys(api_key_env, api_key_file, "--api-key-env")
+    admin_keys = _keys(admin_key_env, admin_key_file, "--admin-key-env")
+    from gsm.config.presets import PRESETS
     from gsm.models import load_model
     from gsm.serve.run import serve
     from gsm.serve.settings import ServeSettings
 
-    settings = _config(config, {name: value for name, value in limits.items() if value is not None})
+    path = Path(config) if config is not None and config not in PRESETS else None
+    state_path = state_file or (path.with_name(f"{path.name}.state.json") if path is not None else None)
+
+    def read() -> GsmConfig:
+        return _config(config, {name: value for name, value in limits.items() if value is not None})
+
+    if state_path is None or not state_path.exists():
+        read()  # what is wrong is told before the model is loaded
     click.echo(f"loading {model} ...", err=True)
     loaded = load_model(model, dtype=dtype, threads=threads, device=device)
-    told = ServeSettings(model_name or loaded.name, keys, int(max_body_mib * 2**20), max_prompt_tokens, max_request_s)
-    _announce(told, settings, host, port)
-    serve(loaded, settings, told, host=host, port=port, prefix_dir=prefix_dir)
+    told = ServeSettings(
+        model_name or loaded.name,
+        keys,
+        int(max_body_mib * 2**20),
+        max_prompt_tokens,
+        max_request_s,
+        admin_keys=admin_keys,
+    )
+    _announce(told, host, port)
+    serve(loaded, read, told, host=host, port=port, prefix_dir=prefix_dir, config_path=path, state_path=state_path)
 
 
-def _keys(variable: str | None, file: Path | None) -> tuple[str, ...]:
+def _keys(variable: str | None, file: Path | None, option: str) -> tuple[str, ...]:
     from gsm.errors import ConfigError
     from gsm.serve.settings import read_keys
 
     keys: tuple[str, ...] = ()
     if variable is not None:
         if not os.environ.get(variable):
-            raise ConfigError(f"--api-key-env names {variable}, which is not set; export it first")
+            raise ConfigError(f"{option} names {variable}, which is not set; export it first")
         keys += read_keys(os.environ[variable].split(","))
     if file is not None:
         try:
@@ -107,9 +131,10 @@ def _config(source: str | None, limits: dict[str, float]) -> GsmConfig:
     return load_config({**values, "engine": {**values.get("engine", {}), **limits}})
 
 
-def _announce(told: ServeSettings, config: GsmConfig, host: str, port: int) -> None:
+def _announce(told: ServeSettings, host: str, port: int) -> None:
     """Where it listens, and what everybody should know who opened it to a network."""
     keys = f"{len(told.api_keys)} API keys" if told.api_keys else "no API key"
-    click.echo(f"serving {told.model_name} on http://{host}:{port} ({keys})", err=True)
+    admin = f", {len(told.admin_keys)} admin keys" if told.admin_keys else ""
+    click.echo(f"serving {told.model_name} on http://{host}:{port} ({keys}{admin})", err=True)
     if not told.api_keys and host not in ("127.0.0.1", "::1", "localhost"):
         click.echo("warning: anybody who reaches this address may use it; set --api-key-env", err=True)

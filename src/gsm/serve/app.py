@@ -16,11 +16,16 @@ from starlette.exceptions import HTTPException
 
 from gsm.engine import Engine
 from gsm.errors import EngineDead, GsmError
+from gsm.serve.admin import add_admin
 from gsm.serve.answer import Answer, Prompt
 from gsm.serve.errors import ApiError, translate
 from gsm.serve.limits import BodyLimit
+from gsm.serve.live import Live
 from gsm.serve.metrics import Metrics
+from gsm.serve.page import add_page
 from gsm.serve.protocol import ChatRequest, CompletionRequest
+from gsm.serve.reload import ConfigFile
+from gsm.serve.rollout import Rollout
 from gsm.serve.settings import ServeSettings
 from gsm.serve.tokens import Tokens
 from gsm.serve.worker import Call, EngineWorker
@@ -29,13 +34,26 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 
 class Server:
-    """What the routes share: the engine's thread, tokens, metrics, settings."""
+    """What the routes share: the engine's thread, which config is live, tokens, metrics, settings.
 
-    def __init__(self, engine: Engine, settings: ServeSettings) -> None:
+    `make_rollout` and `config_file` are given by `gsm serve`; without them nothing is kept or watched.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ServeSettings,
+        make_rollout: Callable[[EngineWorker], Rollout] = Rollout,
+        config_file: ConfigFile | None = None,
+    ) -> None:
         self.settings = settings
-        self.worker = EngineWorker(engine)
+        self.live = Live(engine)
+        self.worker = EngineWorker(engine, self.live.note_step)
+        self.rollout = make_rollout(self.worker)
+        self.rollout.on_facts = self.live.note
+        self.config_file = config_file
         self.tokens = Tokens(engine.loaded)
-        self.metrics = Metrics(engine, settings.model_name)
+        self.metrics = Metrics(engine, settings.model_name, self.rollout)
         self.created = int(time.time())
         self.is_draining = False
 
@@ -50,7 +68,7 @@ class Server:
         with contextlib.suppress(EngineDead):
             self.worker.cancel(request_id)
 
-    async def chat(self, body: ChatRequest, tenant: str) -> Answer:
+    async def chat(self, body: ChatRequest, tenant: str, session: str | None = None) -> Answer:
         """Prompt and engine call of a chat request, not begun yet. Raises ApiError."""
         self.check_model(body.model)
         salt = _salt(tenant, body.cache_salt)
@@ -61,9 +79,9 @@ class Server:
             template["reasoning_effort"] = body.reasoning_effort
         messages = [message.for_template() for message in body.messages]
         prompt = Prompt(*await self.tokens.chat(messages, salt, **template))
-        return self._answer(body, [prompt], body.wanted_tokens, body.num_logprobs, tenant, salt)
+        return self._answer(body, [prompt], body.wanted_tokens, body.num_logprobs, tenant, salt, session)
 
-    async def complete(self, body: CompletionRequest, tenant: str) -> Answer:
+    async def complete(self, body: CompletionRequest, tenant: str, session: str | None = None) -> Answer:
         """The same for a completions request, which may hold several prompts."""
         self.check_model(body.model)
         salt = _salt(tenant, body.cache_salt)
@@ -74,7 +92,8 @@ class Server:
             prompts.append(
                 Prompt(*await self.tokens.text(prompt, salt)) if isinstance(prompt, str) else Prompt("", prompt)
             )
-        return self._answer(body, prompts, body.max_tokens or _DEFAULT_COMPLETION_TOKENS, body.logprobs, tenant, salt)
+        wanted = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+        return self._answer(body, prompts, wanted, body.logprobs, tenant, salt, session)
 
     def _answer(
         self,
@@ -84,16 +103,20 @@ class Server:
         logprobs: int | None,
         tenant: str,
         salt: str,
+        session: str | None,
     ) -> Answer:
         engine = self.worker.engine
-        calls = []
+        calls: list[Call] = []
+        identity = f"{tenant}\0{session or body.user or tenant or uuid.uuid4().hex}"
+        epoch, is_scored = self.rollout.admit(identity)  # one for the whole answer
         for prompt in prompts:
             self._check_prompt(len(prompt.ids))
             most = max(1, engine.longest_answer(len(prompt.ids)))
             sampling = body.sampling(wanted_tokens or most, logprobs, engine.loaded.arch.vocab_size)
             sparse = body.gsm.sparse if body.gsm is not None else None
             waits_as = tenant or body.user or ""
-            calls.append(Call(uuid.uuid4().hex, prompt.ids, sampling, sparse, waits_as, salt))
+            scored = is_scored and not calls and sparse is None  # settings of its own say nothing about the epoch's
+            calls.append(Call(uuid.uuid4().hex, prompt.ids, sampling, sparse, waits_as, salt, epoch, scored))
         return Answer(self, body, prompts, calls)
 
     def check_model(self, name: str) -> None:
@@ -117,8 +140,11 @@ def create_app(server: Server) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         server.worker.start()
+        watching = asyncio.create_task(server.config_file.watch(server.rollout)) if server.config_file else None
         yield
         server.is_draining = True
+        if watching is not None:
+            watching.cancel()
         await asyncio.to_thread(server.worker.stop)
         server.tokens.close()
 
@@ -127,6 +153,8 @@ def create_app(server: Server) -> FastAPI:
     _add_errors(app, server)
     _add_generation(app, server)
     _add_information(app, server)
+    add_admin(app, server.settings, server.rollout)
+    add_page(app, server)
     return app
 
 
@@ -144,7 +172,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     async def generate(request: Request, body: Any, prepare: Callable[..., Awaitable[Answer]], who: str) -> Response:
         if server.is_draining:
             raise ApiError(503, "the server is shutting down; try another one", "server_error", retry_after_s=5)
-        answer = await prepare(body, who)
+        answer = await prepare(body, who, request.headers.get("x-gsm-session"))
         await answer.begin()
         if body.stream:
             return StreamingResponse(answer.stream(), headers=answer.headers, media_type="text/event-stream")

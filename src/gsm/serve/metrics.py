@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from gsm.engine import Engine
+from gsm.serve.rollout import Rollout
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _ITL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
@@ -18,7 +19,7 @@ _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 65536, 262144)
 class Metrics:
     """What the server observes itself, and what the engine counts, read when somebody asks."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str, rollout: Rollout) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name}
         self.ttft_s = self._histogram("time_to_first_token_seconds", "Time to the first token.", _LATENCY_S)
@@ -28,7 +29,7 @@ class Metrics:
         self.prompt_tokens = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self.generation_tokens = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
         self.rejected: dict[str, int] = {}  # by status code
-        self.registry.register(_EngineCollector(engine, model_name, self.rejected))
+        self.registry.register(_EngineCollector(engine, model_name, self.rejected, rollout))
 
     def note_rejection(self, status: int) -> None:
         self.rejected[str(status)] = self.rejected.get(str(status), 0) + 1
@@ -45,8 +46,9 @@ class Metrics:
 class _EngineCollector:
     """The engine's own counters: plain numbers, read while its thread runs; their sum may be a step off."""
 
-    def __init__(self, engine: Engine, model_name: str, rejected: dict[str, int]) -> None:
+    def __init__(self, engine: Engine, model_name: str, rejected: dict[str, int], rollout: Rollout) -> None:
         self._engine = engine
+        self._rollout = rollout
         self._model_name = model_name
         self._rejected = rejected
 
@@ -66,6 +68,13 @@ class _EngineCollector:
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", prefix["queries"])
         yield self._counter("prefix_cache_hits", "Prompt tokens found.", prefix["hits"])
         yield self._by_label("request_success", "Choices by how they ended.", "finished_reason", dict(stats.finished))
+        shadow, live = engine.shadow, self._rollout.live
+        yield self._counter("shadow_scored_answers", "Answers read again exactly.", shadow.num_scored)
+        yield self._counter("shadow_seconds", "Time spent on that.", shadow.spent_s)
+        yield self._counter("config_rollbacks", "Configs that were taken back.", self._rollout.num_rollbacks)
+        yield self._gauge("config_epoch", "The stable config's number.", live.stable.number)
+        yield self._gauge("config_canary_epoch", "The canary's, 0 is none.", live.canary.number if live.canary else 0)
+        yield self._gauge("config_canary_weight", "Share of new requests it gets, in percent.", live.weight)
         yield self._by_label("requests_rejected", "Requests refused, by status.", "status", dict(self._rejected))
 
     def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:

@@ -13,12 +13,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from gsm.config import SparseConfig
-from gsm.engine import Engine, Request, SamplingParams, TokenEvent
+from gsm.engine import Engine, Epoch, Request, SamplingParams, TokenEvent
 from gsm.errors import EngineDead, GsmError
 
+_Found = TypeVar("_Found")
 _log = logging.getLogger("gsm")
 _IDLE_PAGES = 16  # prefix pages written to disk at a time while nobody waits
 
@@ -33,6 +34,8 @@ class Call:
     sparse: SparseConfig | None = None
     tenant: str = ""
     salt: str = ""
+    epoch: Epoch | None = None
+    is_scored: bool = False
 
 
 @dataclass(slots=True)
@@ -108,7 +111,7 @@ class EngineWorker:
         loop = asyncio.get_running_loop()
         stream = Stream(call, loop, call.sampling.n)
         added: asyncio.Future[None] = loop.create_future()
-        self._post(lambda: self._add(stream, added))
+        self.post(lambda: self._add(stream, added))
         try:
             await added
         except asyncio.CancelledError:
@@ -119,9 +122,34 @@ class EngineWorker:
     def cancel(self, request_id: str) -> None:
         """End a request; its pages are free after the step that runs now. Does nothing for one that is over."""
         if self.error is None:
-            self._post(lambda: self._cancel(request_id))
+            self.post(lambda: self._cancel(request_id))
 
-    def _post(self, command: Callable[[], None]) -> None:
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def owns_this_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    async def call(self, function: Callable[[], _Found]) -> _Found:
+        """What `function` returns or raises (GsmError), called in the engine's thread between two steps."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[_Found] = loop.create_future()
+
+        def command() -> None:
+            try:
+                found = function()
+            except GsmError as error:
+                _call_soon(loop, _settle, done, error)
+            else:
+                _call_soon(loop, _settle, done, None, found)
+
+        self.post(command)
+        return await done
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Have `command`, which raises nothing, called in the engine's thread. Raises EngineDead."""
         with self._wake:
             if self.error is not None or self._stopping:
                 raise self._dead()
@@ -141,6 +169,7 @@ class EngineWorker:
                 if self.engine.has_work:
                     self._deliver(self.engine.step())
                     self.last_step_s = time.monotonic()
+                self.engine.use_spare_time()
                 if self._on_step is not None:
                     self._on_step(self.engine)
         except BaseException as error:
@@ -155,13 +184,16 @@ class EngineWorker:
     def _next_commands(self) -> bool:
         """Run what was posted; waits while there is nothing to do. False when the thread is to end."""
         with self._wake:
-            while not (self._commands or self._stopping or self.engine.has_work or self._has_idle_work()):
+            while not (self._commands or self._stopping or self._has_work()):
                 self._wake.wait()
             commands, stopping = list(self._commands), self._stopping
             self._commands.clear()
         for command in commands:
             command()
         return not stopping
+
+    def _has_work(self) -> bool:
+        return self.engine.has_work or self.engine.shadow.has_work or self._has_idle_work()
 
     def _has_idle_work(self) -> bool:
         """Use an idle moment to write prefix pages to disk, a few at a time."""
@@ -172,7 +204,14 @@ class EngineWorker:
         call = stream.call
         try:
             stream.request = self.engine.add(
-                call.request_id, call.prompt_ids, call.sampling, sparse=call.sparse, tenant=call.tenant, salt=call.salt
+                call.request_id,
+                call.prompt_ids,
+                call.sampling,
+                sparse=call.sparse,
+                tenant=call.tenant,
+                salt=call.salt,
+                epoch=call.epoch,
+                is_scored=call.is_scored,
             )
         except GsmError as error:
             _call_soon(stream.loop, _settle, added, error)
@@ -215,11 +254,11 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *a
         _log.debug("an event loop was closed before its requests were")
 
 
-def _settle(added: asyncio.Future[None], error: GsmError | None) -> None:
+def _settle(added: asyncio.Future[Any], error: GsmError | None, result: Any = None) -> None:
     if added.done():
         return
     if error is None:
-        added.set_result(None)
+        added.set_result(result)
     else:
         added.set_exception(error)
 
