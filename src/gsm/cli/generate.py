@@ -179,7 +179,7 @@ def stream(
         sampling["min_new_tokens"] = max_new_tokens
     torch.manual_seed(seed)
     samples = calibration_samples(loaded, config.smoothing)
-    with gsm.attach(loaded.model, config, samples=samples) as handle:
+    with gsm.attach(loaded.model, config, samples=samples, tokenizer=loaded.tokenizer) as handle:
         deltas.start()
         loaded.model.generate(  # type: ignore[operator]
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, streamer=deltas, **sampling

@@ -43,6 +43,8 @@ def needs_restart(running: GsmConfig, wanted: GsmConfig) -> list[str]:
     ]
     if wanted.cache.cold == "int4" and running.cache.cold != "int4":
         found.append(f"cache.cold ({running.cache.cold} -> int4): there is no pool of int4 pages")
+    if wanted.reasoning.enabled and not (running.reasoning.enabled or running.cache.cold == "int4"):
+        found.append("reasoning.enabled (false -> true): there is no pool of int4 pages")
     return found + _smoothing(running, wanted)
 
 

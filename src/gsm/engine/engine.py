@@ -33,6 +33,7 @@ from gsm.engine.stats import EngineStats
 from gsm.engine.windows import Windows
 from gsm.errors import EngineError, InputError, OutOfPages, QueueFull
 from gsm.integrations.transformers import attach
+from gsm.integrations.transformers.grading import Lowered, make_grader
 from gsm.kv.room import KVRoom
 from gsm.models import LoadedModel
 from gsm.smoothing.window import WindowSmoothing
@@ -66,9 +67,10 @@ class Engine:
         self.on_finish: Callable[[Sequence], None] | None = None  # called before its pages are given back
         self.collector = Collector(self)
         self.requests: dict[str, Request] = {}
+        self._pieces: dict[int, str] = {}  # texts of tokens, for graders
         self._events: list[TokenEvent] = []  # of cancelled and expired requests
         with ExitStack() as attached:  # the model is given back at once when anything of this fails
-            attached.enter_context(attach(loaded.model, settings))
+            attached.enter_context(attach(loaded.model, settings, tokenizer=loaded.tokenizer))
             attached.callback(self.windows.close)
             self._start(settings, window is not None, prefix_dir)
             self._attached = attached.pop_all()
@@ -123,10 +125,13 @@ class Engine:
         salt: str = "",
         epoch: int | Epoch | None = None,
         is_scored: bool = False,
+        effort: int | str | None = None,
+        lowered: Lowered | None = None,
     ) -> Request:
         """Queue a request. It keeps the config of `epoch` (default: the current one) and `sparse`, decode settings of
         its own; an `Epoch` object may be used even after it was retired. `is_scored` has its answer read again exactly
-        once it is finished (`shadow`).
+        once it is finished (`shadow`). `effort` says how its thoughts are graded (`reasoning`), `lowered` which old
+        turns give their pages back when the prompt is computed.
 
         Raises QueueFull, ConfigError for an epoch not in force, or InputError when it can never be served.
         """
@@ -145,6 +150,8 @@ class Engine:
             tenant,
             salt,
             time.monotonic() + terms.config.engine.queue_timeout_s,
+            effort=effort,
+            lowered=lowered,
         )
         request.sequences = [self._sequence(request, index) for index in range(sampling.n)]
         self.requests[request_id] = request
@@ -218,6 +225,7 @@ class Engine:
         sampling = [work for work in works if work.samples]
         for work in works:
             work.sequence.num_computed += work.num_tokens
+            work.sequence.grade(self.manager)
             self._index_pages(work.sequence)
         self._events += self.collector.collect(sampling, logits)
 
@@ -257,6 +265,7 @@ class Engine:
             sequence.num_indexed_pages = leader.num_indexed_pages
             if leader.chain is not None:
                 sequence.chain = leader.chain.fork()
+            sequence.grader = leader.grader.copy() if leader.grader is not None else None
             self.windows.fork(leader, sequence)
             self.scheduler.running.append(sequence)
             yield sequence
@@ -281,6 +290,8 @@ class Engine:
         """Take a (no longer running) sequence's pages; it waits and computes them anew."""
         self._release(sequence)
         sequence.num_computed = 0
+        if sequence.grader is not None:
+            sequence.grader.restart()
         sequence.request.num_preemptions += 1
         self.stats.num_preemptions += 1
         self.scheduler.waiting.put_back(sequence)
@@ -292,10 +303,13 @@ class Engine:
         sequence.slot, sequence.chain = None, None
 
     def _index_pages(self, sequence: Sequence) -> None:
-        """Offer completed pages to the prefix index."""
+        """Offer completed pages to the prefix index, up to the first thought where thoughts are graded."""
         if self.prefix is None or sequence.chain is None or sequence.slot is None:
             return
         num_complete = self.manager.sequences[sequence.slot].num_complete
+        most = sequence.grader.num_shared_tokens if sequence.grader is not None else None
+        if most is not None:
+            num_complete = min(num_complete, most // self.manager.config.page_size)
         if num_complete > sequence.num_indexed_pages:
             first, sequence.num_indexed_pages = sequence.num_indexed_pages, num_complete
             self.prefix.insert(sequence.chain, sequence.slot, sequence.token_ids, first, num_complete)
@@ -318,6 +332,8 @@ class Engine:
 
     def _decode_settings(self, request: Request) -> str:
         """What names pages whose keys were computed while decoding: nothing where that is what a prompt computes."""
+        if request.lowered is not None:
+            return f"{fingerprint(request.sparse)} {request.lowered.tier} {request.lowered.ranges}"
         return "" if request.recomputes_in_bulk else fingerprint(request.sparse)
 
     def _sequence(self, request: Request, index: int) -> Sequence:
@@ -326,6 +342,9 @@ class Engine:
         state = SamplerState(sampling, self.eos_ids, request.prompt_ids, index)
         sequence = Sequence(request, index, text, state, list(request.prompt_ids))
         state.num_top = max(sampling.logprobs or 0, NUM_TOP) if sequence.records else sampling.logprobs
+        sequence.grader = make_grader(
+            self.loaded.tokenizer, request.config.reasoning, request.effort, request.lowered, self._pieces
+        )
         draft_tokens = request.config.engine.draft_tokens
         if draft_tokens and sampling.is_greedy and not sampling.changes_logits and not self.manager.needs_mass:
             sequence.lookup = PromptLookup(draft_tokens)

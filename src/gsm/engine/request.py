@@ -16,6 +16,8 @@ from gsm.engine.detokenize import Detokenizer
 from gsm.engine.params import SamplingParams
 from gsm.engine.sampler import SamplerState
 from gsm.engine.speculate import PromptLookup
+from gsm.integrations.transformers.grading import Grader, Lowered
+from gsm.kv.manager import KVManager
 from gsm.kv.prefix import Chain
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     sequences: list[Sequence] = field(default_factory=list)
+    effort: int | str | None = None  # of its reasoning; None is the config's
+    lowered: Lowered | None = None  # old turns whose pages go down once the prompt is computed
 
     @property
     def config(self) -> GsmConfig:
@@ -82,6 +86,8 @@ class Request:
     def recomputes_in_bulk(self) -> bool:
         """Whether generated tokens may be computed anew like a prompt: only where that gives the same keys."""
         cache = self.config.cache
+        if self.config.reasoning.enabled or self.lowered is not None:
+            return False
         return cache.warm.codec == "none" and cache.cold == "keep" and not self.sparse.enabled
 
     @property
@@ -105,6 +111,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     chain: Chain | None = None  # the names of its pages in the prefix index
     num_indexed_pages: int = 0
+    grader: Grader | None = None  # brings its pages down by what its tokens are
     recorded: list[TokenLogprobs] = field(default_factory=list)  # of every token, where the answer is to be scored
     num_nonfinite: int = 0  # tokens picked from logits that hold a NaN or an infinity
     first_token_s: float | None = None  # `time.monotonic()`
@@ -122,6 +129,11 @@ class Sequence:
     def num_remaining(self) -> int:
         """Known tokens that are not in the KV store yet: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    def grade(self, manager: KVManager) -> None:
+        """Tell the grader what was computed, so that pages go down."""
+        if self.grader is not None and self.slot is not None:
+            self.grader.advance(manager, self.slot, self.token_ids[self.grader.num_seen : self.num_computed])
 
     @property
     def is_unforked(self) -> bool:

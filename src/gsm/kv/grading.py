@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from gsm.kv.manager import KVManager
 
 
-def lower(manager: KVManager, slot: int, tiers: Tensor, reason: str) -> None:
+def lower(manager: KVManager, slot: int, tiers: Tensor, reason: str) -> int:
     """Lower pages to at most `tiers` (int8 `[pages]`, see `gsm.kv.policies.graded`); `reason` is one of REASONS.
+
+    Returns the page from which on they are too new to go down; ask again when the sequence has grown.
 
     Layers with a bounded past are left alone: they give their pages back anyway.
     """
@@ -30,12 +32,12 @@ def lower(manager: KVManager, slot: int, tiers: Tensor, reason: str) -> None:
         len(tiers), state.num_complete, (state.num_tokens - state.rules.config.recent_tokens) // config.page_size
     )
     if last <= first:
-        return
+        return max(0, last)
     tiers = tiers[:last].clone()
     tiers[:first] = 0
     leaving = (tiers >= WARM).nonzero().flatten()
     if len(leaving) == 0:
-        return
+        return last
     manager.demote_until(slot, int(leaving[-1]) + 1)
     for group in manager.groups:
         if group.geometry.window is not None:
@@ -51,3 +53,4 @@ def lower(manager: KVManager, slot: int, tiers: Tensor, reason: str) -> None:
             num_dropped = group.drop(slot, going, state.demoted, code)
             state.num_dropped += num_dropped
             manager.counters["dropped"] += num_dropped
+    return last

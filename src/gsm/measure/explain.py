@@ -55,8 +55,8 @@ def explain(spec: ExplainSpec, progress: Progress = no_progress) -> tuple[Explai
     total = ids.shape[1] + spec.new_tokens
     if spec.token is not None and not 0 <= spec.token < total:
         raise InputError(f"there is no token {spec.token}: prompt and answer have {total}; ask for 0 to {total - 1}")
-    with attach(loaded.model, arm.config), torch.inference_mode():
-        cache = Cache(loaded.model, arm.config)
+    with attach(loaded.model, arm.config, tokenizer=loaded.tokenizer), torch.inference_mode():
+        cache = Cache(loaded.model, arm.config, loaded.tokenizer)
         progress("prefill", 0, spec.new_tokens)
         logits = prefill(loaded.model, ids, cache, arm.config.cache.prefill_chunk_tokens)
         for index in range(spec.new_tokens):

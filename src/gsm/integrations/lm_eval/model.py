@@ -48,7 +48,7 @@ class GsmLM(HFLM):
         """(log-probability of the continuation, is it what greedy decoding gives) per request, in their order."""
         results: dict[int, tuple[float, bool]] = {}
         order = sorted(range(len(requests)), key=lambda i: requests[i][1])  # equal contexts share one prefill
-        with attach(self.model, self.gsm_config), torch.inference_mode():
+        with attach(self.model, self.gsm_config, tokenizer=self.tokenizer), torch.inference_mode():
             held: _Context | None = None
             for index in order:
                 _, context, continuation = requests[index]
@@ -69,7 +69,7 @@ class GsmLM(HFLM):
         return context[-room:]
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
-        with attach(self.model, self.gsm_config):
+        with attach(self.model, self.gsm_config, tokenizer=self.tokenizer):
             return super()._model_generate(context, max_length, stop, **kwargs)
 
 
@@ -79,7 +79,7 @@ class _Context:
     def __init__(self, lm: GsmLM, ids: list[int]) -> None:
         self.ids = ids
         self._lm = lm
-        self._cache = Cache(lm.model, lm.gsm_config)
+        self._cache = Cache(lm.model, lm.gsm_config, lm.tokenizer)
         inputs = torch.tensor([ids], device=lm.device)
         self._logits = prefill(lm.model, inputs, self._cache, lm.gsm_config.cache.prefill_chunk_tokens)
 

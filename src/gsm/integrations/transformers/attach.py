@@ -22,7 +22,7 @@ from gsm.arch import ModelArch
 from gsm.config import ConfigLike, GsmConfig, load_config
 from gsm.core.view import AttentionSpec
 from gsm.errors import AttachError
-from gsm.integrations.transformers.cache import Cache
+from gsm.integrations.transformers.cache import Cache, check_grading
 from gsm.integrations.transformers.forward import cache_kwarg
 from gsm.integrations.transformers.latent import absorb_query, expand_output
 from gsm.integrations.transformers.refusals import check_cache, check_call, check_kv_quantisation, check_model
@@ -44,25 +44,28 @@ class Attached:
     model: PreTrainedModel
     config: GsmConfig
     cache: Cache | None = field(default=None)
+    tokenizer: Any = None
 
     def new_cache(self) -> Cache:
         """An empty cache with the handle's config."""
-        return Cache(self.model, self.config)
+        return Cache(self.model, self.config, self.tokenizer)
 
 
 @contextmanager
-def attach(model: PreTrainedModel, config: ConfigLike = None) -> Iterator[Attached]:
+def attach(model: PreTrainedModel, config: ConfigLike = None, *, tokenizer: Any = None) -> Iterator[Attached]:
     """Run `model` with the tiered cache inside the `with` block; the model is restored whatever happens.
 
-    `model.generate(...)` works unchanged: the caches it makes itself are replaced by `gsm.Cache`. Raises ConfigError,
+    `model.generate(...)` works unchanged: the caches it makes itself are replaced by `gsm.Cache`. `tokenizer` is needed
+    where the config grades thoughts (`reasoning.enabled`). Raises ConfigError,
     UnsupportedModel or AttachError before anything is touched.
     """
     settings = load_config(config)
     model = _uncompiled(model)
     arch = check_model(model)
     check_kv_quantisation(model, settings)
+    check_grading(settings, tokenizer)
     _register()
-    handle = Attached(model, settings)
+    handle = Attached(model, settings, tokenizer=tokenizer)
     with _LOCK:  # two threads may attach the same model
         _refuse_twice(model)
         changes = _Changes(model)
@@ -164,6 +167,7 @@ class _Begin:
         rows, columns = _input_shape(args, kwargs)
         step = cache.begin(rows, columns, _padding(kwargs.get("attention_mask"), columns))
         CURRENT_FORWARD.set(Forward(cache, step, columns))
+        cache.note_input(args[0] if args else kwargs.get("input_ids"))
         positions = (
             {"position_ids": cache.position_ids(rows, columns, self.handle.model.device)} if cache.is_endless else {}
         )

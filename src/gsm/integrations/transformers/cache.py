@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +13,18 @@ from transformers import Cache as TransformersCache
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gsm.arch import ModelArch, describe
-from gsm.config import ConfigLike, load_config
+from gsm.config import ConfigLike, GsmConfig, load_config
 from gsm.core.batch import Span
 from gsm.core.view import Window
-from gsm.errors import AttachError, KVError
+from gsm.errors import AttachError, ConfigError, KVError
+from gsm.integrations.transformers.grading import LOWERED_TIERS, Grader, make_grader, needs_cold_pool
 from gsm.integrations.transformers.latent import is_latent
 from gsm.integrations.transformers.states import States, make_layers, twin_layers
 from gsm.integrations.transformers.step import AttentionStep
 from gsm.kv.compact import make_compactor
+from gsm.kv.grading import lower
 from gsm.kv.manager import KVManager
+from gsm.kv.policies.graded import range_tiers
 from gsm.kv.positions import Place, PositionMap
 from gsm.kv.report import KVStats
 
@@ -29,19 +33,28 @@ class Cache(TransformersCache):
     """Pass it as `past_key_values=` (or `cache=`) to a model inside `gsm.attach`.
 
     Left- or right-padding is not stored: every row is a sequence of its real tokens, while `get_seq_length()` counts
-    columns, as transformers expects. Raises AttachError when the model is not attached.
+    columns, as transformers expects. `tokenizer` is needed where the config grades thoughts. Raises AttachError when
+    the model is not attached, ConfigError without a tokenizer that is needed.
     """
 
     # transformers asks these of every cache
     is_compileable = False
+    _grades_rows = True  # whether rows are the sequences, so that thoughts are followed here
 
-    def __init__(self, model: PreTrainedModel | PretrainedConfig, config: ConfigLike = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel | PretrainedConfig, config: ConfigLike = None, tokenizer: Any = None
+    ) -> None:
         self.model_config = model.config if isinstance(model, PreTrainedModel) else model
         self.arch = describe(self.model_config)
         super().__init__(layers=make_layers(self.model_config, self.arch))
         self.gsm_config = load_config(config)
-        windows = layer_windows(self.arch)
-        self._adopt(KVManager(len(self.arch.layers), self.gsm_config.cache, windows=windows), [], 0)
+        self.tokenizer = tokenizer
+        settings, windows = self.gsm_config, layer_windows(self.arch)
+        if self._grades_rows:
+            check_grading(settings, tokenizer)
+        has_cold = needs_cold_pool(settings.reasoning, settings.prompt.history)
+        manager = KVManager(len(self.arch.layers), settings.cache, windows=windows, has_cold_pool=has_cold)
+        self._adopt(manager, [], 0)
         self.manager.compactor = make_compactor(self.gsm_config.cache, self.arch)
 
     def _adopt(self, manager: KVManager, slots: list[int], num_columns: int) -> None:
@@ -50,6 +63,9 @@ class Cache(TransformersCache):
         self.slots = slots
         self.num_columns = num_columns
         self.step: AttentionStep | None = None
+        self._pieces: dict[int, str] = {}  # texts of tokens, for the graders
+        self.graders: list[Grader] = []  # of every row, where thoughts are graded
+        self._input_ids: Tensor | None = None
         self._finalizer = weakref.finalize(self, manager.abandon, slots)
 
     def fork(self) -> Cache:
@@ -57,12 +73,15 @@ class Cache(TransformersCache):
         twin: Cache = type(self).__new__(type(self))
         TransformersCache.__init__(twin, layers=twin_layers(self.layers))
         twin.model_config, twin.arch, twin.gsm_config = self.model_config, self.arch, self.gsm_config
+        twin.tokenizer = self.tokenizer
         twin._adopt(self.manager, [self.manager.fork(slot) for slot in self.slots], self.num_columns)
+        twin.graders = [grader.copy() for grader in self.graders]
         return twin
 
     def free(self) -> None:
         """Give all pages back now instead of when the cache is collected. The cache is empty afterwards."""
         _free_slots(self.manager, self.slots)
+        self.graders.clear()
         self.num_columns = 0
         self.layers = make_layers(self.model_config, self.arch)
         self.states = States(self.layers)
@@ -88,6 +107,20 @@ class Cache(TransformersCache):
         positions = self.manager.explain(self.slots[row])
         return positions if token is None else positions.token(token)
 
+    def lower(self, ranges: Sequence[tuple[int, int]], tier: str = "drop", row: int = 0) -> None:
+        """Bring the pages of token ranges of a row down to `tier` ("int4" or "drop"): old turns, for example.
+
+        Positions stay, nothing is recomputed. Sinks, recent tokens and pages that also hold other tokens stay as they
+        are. int4 needs a config with `reasoning.enabled` or `prompt.history.tier: int4`, else pages stay as codes.
+        """
+        if tier not in LOWERED_TIERS:
+            raise KVError(f"there is no tier {tier!r} to go down to; use int4 or drop")
+        if not 0 <= row < len(self.slots):
+            raise KVError(f"there is no row {row}: the cache holds {len(self.slots)} sequences; ask for 0 to n - 1")
+        slot = self.slots[row]
+        tiers = range_tiers(ranges, LOWERED_TIERS[tier], self.manager.num_tokens(slot), self.gsm_config.cache.page_size)
+        lower(self.manager, slot, tiers, "history")
+
     # -- one forward pass, driven by the hooks of `attach` -----------------------------------------------------
 
     def begin(self, rows: int, columns: int, mask: Tensor | None) -> AttentionStep:
@@ -99,6 +132,10 @@ class Cache(TransformersCache):
         self.states.check()
         while len(self.slots) < rows:
             self.slots.append(self.manager.add_sequence())
+        while self.gsm_config.reasoning.enabled and len(self.graders) < rows:
+            grader = make_grader(self.tokenizer, self.gsm_config.reasoning, pieces=self._pieces)
+            assert grader is not None
+            self.graders.append(grader)
         spans = [_span(slot, row, columns, mask) for row, slot in enumerate(self.slots)]
         self.step = AttentionStep(self.manager.begin([s for s in spans if s.num_tokens]), self.gsm_config.cache)
         return self.step
@@ -121,8 +158,22 @@ class Cache(TransformersCache):
         """The forward pass succeeded."""
         if self.step is not None:
             self.step.kv.commit()
+            if self.graders:
+                self._grade(self.step)
             self.step = None
             self.num_columns += columns
+
+    def note_input(self, input_ids: Tensor | None) -> None:
+        """The ids `[rows, columns]` of the step that has just begun. Raises AttachError where they are needed."""
+        if self.graders and input_ids is None:
+            raise AttachError("grading thoughts needs token ids, not inputs_embeds; set reasoning.enabled: false")
+        self._input_ids = input_ids
+
+    def _grade(self, step: AttentionStep) -> None:
+        assert self._input_ids is not None
+        for span in step.kv.spans:
+            ids = self._input_ids[span.row, span.start : span.start + span.num_tokens].tolist()
+            self.graders[span.row].advance(self.manager, span.slot, ids)
 
     def cancel(self) -> None:
         """The forward pass failed: nothing of it stays."""
@@ -190,6 +241,8 @@ class Cache(TransformersCache):
         self.states.check_crop(remove)
         for slot in self.slots:
             self.manager.crop(slot, max(0, self.manager.num_tokens(slot) - remove))
+        for grader in self.graders:
+            grader.crop(max(0, grader.num_seen - remove))
         self.states.crop(remove)
         self.num_columns = max(0, self.num_columns - remove)
 
@@ -205,6 +258,8 @@ class Cache(TransformersCache):
         new = [self.manager.fork(slot) for slot in wanted]
         _free_slots(self.manager, self.slots)
         self.slots.extend(new)
+        if self.graders:
+            self.graders = [self.graders[i].copy() for i in indices.tolist()]
         self.states.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -215,6 +270,17 @@ class Cache(TransformersCache):
 
     def __repr__(self) -> str:
         return f"gsm.Cache({len(self.slots)} sequences, {self.num_columns} columns)"
+
+
+def check_grading(config: GsmConfig, tokenizer: Any) -> None:
+    """Raises ConfigError where thoughts are to be graded but cannot be."""
+    if config.reasoning.enabled and tokenizer is None:
+        raise ConfigError(
+            "reasoning.enabled finds thoughts by their text; pass the tokenizer, as in "
+            "gsm.attach(model, config, tokenizer=tokenizer)"
+        )
+    if config.reasoning.enabled and config.cache.positions == "compact":
+        raise ConfigError("reasoning.enabled and positions: compact both take pages out; use one of them")
 
 
 def layer_windows(arch: ModelArch) -> list[Window | None]:

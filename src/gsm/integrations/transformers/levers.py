@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,16 +16,18 @@ from gsm.smoothing import apply, is_applied
 
 
 @contextmanager
-def attach(model: PreTrainedModel, config: ConfigLike = None, *, samples: Tensor | None = None) -> Iterator[Attached]:
+def attach(
+    model: PreTrainedModel, config: ConfigLike = None, *, samples: Tensor | None = None, tokenizer: Any = None
+) -> Iterator[Attached]:
     """Run `model` as `config` says inside the `with` block; the model is restored whatever happens.
 
     `model.generate(...)` works unchanged: the caches it makes itself are replaced by `gsm.Cache`. A smoothing section
     that changes anything is applied first, unless the model is inside a `gsm.smoothing.apply` already. Methods that
-    learn from text read `samples`, token ids int64 `[n, tokens]`. Raises ConfigError, UnsupportedModel or AttachError
-    with the model as it was.
+    learn from text read `samples`, token ids int64 `[n, tokens]`; grading thoughts needs the `tokenizer`. Raises
+    ConfigError, UnsupportedModel or AttachError with the model as it was.
     """
     settings = load_config(config)
     with ExitStack() as kept:
         if settings.smoothing.active and not is_applied(model):
             kept.enter_context(apply(model, settings.smoothing, samples=samples))
-        yield kept.enter_context(attach_cache(model, settings))
+        yield kept.enter_context(attach_cache(model, settings, tokenizer=tokenizer))

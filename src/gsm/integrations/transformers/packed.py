@@ -23,6 +23,8 @@ class PackedCache(Cache):
     sequences to work on and is refused by the attention step.
     """
 
+    _grades_rows = False  # the engine follows its sequences itself
+
     def __init__(self, model: PreTrainedModel, config: GsmConfig) -> None:
         super().__init__(model, config)
         if config.cache.positions == "compact":
