@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gsm.engine import TokenEvent, TokenLogprobs
 from gsm.errors import GsmError
+from gsm.integrations.transformers.grading import Lowered
 from gsm.serve.errors import ApiError, ended, translate
 from gsm.serve.protocol import ChatRequest, CompletionRequest
 from gsm.serve.worker import Call, Stream
@@ -24,10 +25,12 @@ _FINISHED_BADLY = ("abort", "error", "timeout")
 
 @dataclass(slots=True)
 class Prompt:
-    """Text (empty where ids were given) and ids of one prompt."""
+    """Text (empty where ids were given) and ids of one prompt; `lowered` are ranges of old turns whose KV goes."""
 
     text: str
     ids: list[int]
+    lowered: Lowered | None = None
+    num_removed_tokens: int = 0  # that the messages had more
 
 
 @dataclass(slots=True)
@@ -225,11 +228,15 @@ class Answer:
         prompt = sum(len(p.ids) for p in self._prompts)
         completion = sum(len(choice.token_ids) for choice in self._choices)
         cached = sum(stream.num_cached_tokens for stream in self._streams)
+        details = {"cached_tokens": cached}
+        removed = sum(p.num_removed_tokens for p in self._prompts)
+        if removed:
+            details["removed_tokens"] = removed
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": details,
         }
 
 

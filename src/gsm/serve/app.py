@@ -7,6 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -16,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from gsm.engine import Engine
 from gsm.errors import EngineDead, GsmError
+from gsm.integrations.transformers.grading import Lowered
 from gsm.serve.admin import add_admin
 from gsm.serve.answer import Answer, Prompt
 from gsm.serve.errors import ApiError, translate
@@ -78,7 +80,11 @@ class Server:
         if body.reasoning_effort is not None:
             template["reasoning_effort"] = body.reasoning_effort
         messages = [message.for_template() for message in body.messages]
-        prompt = Prompt(*await self.tokens.chat(messages, salt, **template))
+        settings = body.gsm.prompt if body.gsm is not None and body.gsm.prompt is not None else None
+        settings = settings or self.worker.engine.config.prompt
+        text, ids, ranges, num_removed = await self.tokens.prompt(messages, salt, settings, **template)
+        lowered = Lowered(ranges, settings.history.tier, len(ids)) if ranges else None
+        prompt = Prompt(text, ids, lowered, num_removed)
         return self._answer(body, [prompt], body.wanted_tokens, body.num_logprobs, tenant, salt, session)
 
     async def complete(self, body: CompletionRequest, tenant: str, session: str | None = None) -> Answer:
@@ -116,7 +122,9 @@ class Server:
             sparse = body.gsm.sparse if body.gsm is not None else None
             waits_as = tenant or body.user or ""
             scored = is_scored and not calls and sparse is None  # settings of its own say nothing about the epoch's
-            calls.append(Call(uuid.uuid4().hex, prompt.ids, sampling, sparse, waits_as, salt, epoch, scored))
+            effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
+            call = Call(uuid.uuid4().hex, prompt.ids, sampling, sparse, waits_as, salt, epoch, scored)
+            calls.append(replace(call, effort=effort, lowered=prompt.lowered))
         return Answer(self, body, prompts, calls)
 
     def check_model(self, name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gsm.config import SparseConfig
+from gsm.config.prompt import PromptConfig
 from gsm.engine import SamplingParams
 
 _TEXT_ONLY = "only text parts are supported; leave images, audio and files out"
@@ -27,9 +28,11 @@ class StreamOptions(_Body):
 
 
 class GsmOptions(_Body):
-    """Our own settings of one request: how its decode steps choose what to read."""
+    """Our own settings of one request: how its decode steps choose what to read, and what is done to its messages
+    before they become tokens (chat only; instead of the server's)."""
 
     sparse: SparseConfig | None = None
+    prompt: PromptConfig | None = None
 
 
 class ResponseFormat(_Body):

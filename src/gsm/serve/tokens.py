@@ -14,10 +14,15 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from gsm.config.prompt import PromptConfig
 from gsm.errors import InputError
 from gsm.models import LoadedModel
+from gsm.prompt.pipeline import PromptPipeline, token_finder
+from gsm.prompt.render import render
+from gsm.prompt.spans import text_of
 
 _MAX_REMEMBERED = 256
+_MAX_PIPELINES = 8  # prompt settings in use at the same time
 _MAX_TEXT = 1 << 20  # characters of one remembered conversation
 
 
@@ -28,6 +33,7 @@ class Tokens:
         self._tokenizer: Any = copy.deepcopy(loaded.tokenizer)  # the engine's thread decodes with the other one
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gsm-tokens")
         self._special = [str(token) for token in self._tokenizer.all_special_tokens if str(token)]
+        self._pipelines: OrderedDict[PromptConfig, PromptPipeline] = OrderedDict()
         self._known: OrderedDict[tuple[str, str], list[int]] = OrderedDict()  # (salt, text) -> ids
 
     @property
@@ -37,6 +43,13 @@ class Tokens:
     async def chat(self, messages: list[dict[str, Any]], salt: str, **template: Any) -> tuple[str, list[int]]:
         """Text and ids of a conversation up to where the answer begins. Raises InputError."""
         return await self._in_thread(self._chat, messages, salt, template)
+
+    async def prompt(
+        self, messages: list[dict[str, Any]], salt: str, settings: PromptConfig, **template: Any
+    ) -> tuple[str, list[int], tuple[tuple[int, int], ...], int]:
+        """The same through the prompt pipeline: text, ids, token ranges of old turns that give their KV back, and how
+        many tokens the messages lost. Raises InputError."""
+        return await self._in_thread(self._prompt, messages, salt, settings, template)
 
     async def text(self, text: str, salt: str) -> tuple[str, list[int]]:
         """Ids of a plain text, with the tokenizer's own special tokens around it."""
@@ -65,6 +78,25 @@ class Tokens:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise InputError(f"the chat template refused the messages: {error}") from error
         return self._encode(text, salt, False)
+
+    def _prompt(
+        self, messages: list[dict[str, Any]], salt: str, settings: PromptConfig, template: dict[str, Any]
+    ) -> tuple[str, list[int], tuple[tuple[int, int], ...], int]:
+        if settings not in self._pipelines:
+            while len(self._pipelines) >= _MAX_PIPELINES:
+                self._pipelines.popitem(last=False)
+            self._pipelines[settings] = PromptPipeline(self._tokenizer, settings)
+        pipeline, num_removed = self._pipelines[settings], 0
+        if settings.changes_text:
+            edited = pipeline.edit(messages, str(template.get("reasoning_effort") or "")).messages
+            before, after = (sum(pipeline.count(text_of(m)) for m in found) for found in (messages, edited))
+            messages, num_removed = edited, max(0, before - after)
+        text, ids = self._chat(messages, salt, template)
+        ranges: tuple[tuple[int, int], ...] = ()
+        if settings.history.mode == "kv":
+            rendered = render(self._tokenizer, messages, **template)
+            ranges = pipeline.lowered(messages, rendered, token_finder(self._tokenizer, ids))
+        return text, ids, ranges, num_removed
 
     def _encode(self, text: str, salt: str, add_special_tokens: bool) -> tuple[str, list[int]]:
         try:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from gsm.config import SparseConfig
 from gsm.engine import Engine, Epoch, Request, SamplingParams, TokenEvent
 from gsm.errors import EngineDead, GsmError
+from gsm.integrations.transformers.grading import Lowered
 
 _Found = TypeVar("_Found")
 _log = logging.getLogger("gsm")
@@ -36,6 +37,8 @@ class Call:
     salt: str = ""
     epoch: Epoch | None = None
     is_scored: bool = False
+    effort: str | None = None
+    lowered: Lowered | None = None
 
 
 @dataclass(slots=True)
@@ -212,6 +215,8 @@ class EngineWorker:
                 salt=call.salt,
                 epoch=call.epoch,
                 is_scored=call.is_scored,
+                effort=call.effort,
+                lowered=call.lowered,
             )
         except GsmError as error:
             _call_soon(stream.loop, _settle, added, error)
