@@ -25,7 +25,15 @@ def a_store(scorer: str = "clusters") -> tuple[Summaries, Tensor]:
 
 def some_rows(lengths: list[int], **sparse: object) -> Rows:
     config = load_config(
-        {"cache": {"page_size": 8, "sink_tokens": 4, "recent_tokens": 16, "hot_size": 16, "sparse": {"enabled": True, **sparse}}}
+        {
+            "cache": {
+                "page_size": 8,
+                "sink_tokens": 4,
+                "recent_tokens": 16,
+                "hot_size": 16,
+                "sparse": {"enabled": True, **sparse},
+            }
+        }
     ).cache
     torch.manual_seed(1)
     tables = torch.stack([torch.randperm(BLOCKS - 1)[:20] + 1 for _ in lengths])
@@ -73,7 +81,7 @@ class TestCompiled:
     @pytest.mark.parametrize("budget", [{"budget_tokens": 56}, {"budget_fraction": 1.0}])
     def test_equals_the_tensor_functions(self, lengths: list[int], budget: dict[str, float]) -> None:
         numba = pytest.importorskip("gsm.integrations.vllm.selection_numba", reason="needs numba")
-        summaries, keys = a_store()
+        summaries, _ = a_store()
         rows = some_rows(lengths, **budget)
         torch.manual_seed(3)
         query = torch.randn(len(lengths), HEADS, GROUP, DIM)

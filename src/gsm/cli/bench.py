@@ -9,6 +9,7 @@ import click
 from gsm.cli.common import (
     backend_option,
     check_json_path,
+    engine_option,
     json_option,
     model_options,
     progress_bar,
@@ -21,6 +22,7 @@ from gsm.cli.tables import print_bench
 @click.command()
 @model_options
 @backend_option
+@engine_option
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=1024, show_default=True)
 @click.option("--new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Timed runs of each arm.")
@@ -37,7 +39,9 @@ from gsm.cli.tables import print_bench
 @click.option("--profile", is_flag=True, help="Split a decode step of every arm into its parts.")
 @click.option("--wait", "wait_s", type=click.FloatRange(min=0), default=60.0, help="Seconds to wait for quiet.")
 @json_option
-def command(arms: str, quality: bool, json_path: str | None, backend: str, window_tokens: int, **sizes: Any) -> int:
+def command(
+    arms: str, quality: bool, json_path: str | None, backend: str, engine: str, window_tokens: int, **sizes: Any
+) -> int:
     """Speed, memory and quality of several ways to run MODEL, side by side on this machine.
 
     MODEL is a directory, a hub id, a .gguf file, or the word demo. Ctrl-C keeps what is complete.
@@ -47,6 +51,8 @@ def command(arms: str, quality: bool, json_path: str | None, backend: str, windo
     check_json_path(json_path)
     if not quality:
         sizes.update(num_windows=0, needles_per_depth=0)
+    if engine == "vllm":
+        return _vllm(arms, json_path, sizes)
     if backend == "llamacpp":
         return _llamacpp(json_path, window_tokens, sizes)
     names = tuple(name.strip() for name in arms.split(",") if name.strip())
@@ -64,6 +70,20 @@ def _llamacpp(json_path: str | None, window_tokens: int, sizes: dict[str, Any]) 
     with progress_bar() as progress:
         spec = GgufBenchSpec(_gguf_path(sizes["model"]), window_tokens, **{name: sizes[name] for name in names})
         result = bench_gguf(spec, progress)
+    print_bench(result)
+    save(json_path, result)
+    return 0
+
+
+def _vllm(arms: str, json_path: str | None, sizes: dict[str, Any]) -> int:
+    """Speed only; `gsm eval --engine vllm` measures quality."""
+    from gsm.measure.vllm import VllmBenchSpec, bench_vllm
+
+    names = ("model", "prompt_tokens", "new_tokens", "runs", "batch_size", "dtype", "threads", "text", "wait_s")
+    with progress_bar() as progress:
+        chosen = tuple(name.strip() for name in arms.split(",") if name.strip())
+        spec = VllmBenchSpec(arms=chosen, chunk_tokens=sizes["chunk_tokens"], **{name: sizes[name] for name in names})
+        result = bench_vllm(spec, progress)
     print_bench(result)
     save(json_path, result)
     return 0

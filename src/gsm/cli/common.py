@@ -50,6 +50,17 @@ def backend_option(command: F) -> F:
     return command
 
 
+def engine_option(command: F) -> F:
+    """--engine."""
+    return click.option(
+        "--engine",
+        type=click.Choice(("gsm", "vllm")),
+        default="gsm",
+        show_default=True,
+        help="vllm: inside vLLM 0.32, where that is installed (docs/vllm.md).",
+    )(command)
+
+
 def json_option(command: F) -> F:
     """--json FILE."""
     option = click.option("--json", "json_path", metavar="FILE", help="Write the result here as JSON.")

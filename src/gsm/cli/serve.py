@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from gsm.cli.common import model_options
+from gsm.cli.common import engine_option, model_options
 
 if TYPE_CHECKING:
     from gsm.config import GsmConfig
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 @click.option("--max-body-mib", default=8.0, show_default=True)
 @click.option("--max-prompt-tokens", type=click.IntRange(min=1), help="Longest prompt.  [default: the model's window]")
 @click.option("--max-request-s", default=600.0, show_default=True, help="Longest time of one request.")
+@engine_option
+@click.argument("engine_arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     model: str,
     dtype: str,
@@ -58,12 +60,15 @@ def command(
     max_running: int | None,
     max_waiting: int | None,
     draft_tokens: int | None,
+    engine: str,
+    engine_arguments: tuple[str, ...],
 ) -> None:
     """Serve MODEL through OpenAI's HTTP API, with continuous batching and prefix reuse.
 
     \b
     gsm serve demo
     gsm serve demo --config sparse --prefix-dir ~/.cache/gsm/prefix
+    gsm serve demo --config sparse --engine vllm -- --tensor-parallel-size 3
     """
     limits = {
         "kv_memory_mib": kv_memory_mib,
@@ -73,6 +78,11 @@ def command(
     }
     keys = _keys(api_key_env, api_key_file, "--api-key-env")
     admin_keys = _keys(admin_key_env, admin_key_file, "--admin-key-env")
+    if engine == "vllm":
+        same = {"host": host, "port": port, "dtype": dtype, "device": device, "threads": threads, "api_keys": keys}
+        return _serve_vllm(model, config, engine_arguments, limits, model_name=model_name, **same)
+    if engine_arguments:
+        raise click.UsageError(f"unexpected argument {engine_arguments[0]!r}; only --engine vllm takes more arguments")
     from gsm.config.presets import PRESETS
     from gsm.models import load_model
     from gsm.serve.run import serve
@@ -98,6 +108,21 @@ def command(
     )
     _announce(told, host, port)
     serve(loaded, read, told, host=host, port=port, prefix_dir=prefix_dir, config_path=path, state_path=state_path)
+
+
+def _serve_vllm(model: str, config: str | None, extra: tuple[str, ...], limits: dict[str, Any], **told: Any) -> None:
+    """Become vLLM's server. What rules our own engine alone is refused rather than ignored."""
+    from gsm.errors import ConfigError
+    from gsm.integrations.vllm.launch import ServeOptions, serve
+    from gsm.models.sources import resolve_source
+
+    ours = [name for name in ("max_waiting", "draft_tokens") if limits[name] is not None]
+    if ours:
+        raise ConfigError(f"--{ours[0].replace('_', '-')} rules GSM's own engine; give vLLM's own options after --")
+    name = told.pop("model_name") or Path(model).name
+    memory, running = limits["kv_memory_mib"], limits["max_running"]
+    options = ServeOptions(model_name=name, kv_memory_mib=memory, max_running=running, extra=extra, **told)
+    serve(str(resolve_source(model)), _config(config, {}), options)
 
 
 def _keys(variable: str | None, file: Path | None, option: str) -> tuple[str, ...]:

@@ -175,7 +175,8 @@ class LayerState:
 
     def decode(self, plan: Plan, step: Step, query: Tensor, output: Tensor) -> None:
         """Attention of decode rows: `query`, `output` are `[B, num_heads, head_dim]`."""
-        assert plan.rows is not None and plan.tables is not None
+        assert plan.rows is not None
+        assert plan.tables is not None
         num_heads = self.cache.shape[1]
         grouped = query.unflatten(1, (num_heads, -1))
         if self.compiled is not None and plan.prepared is not None:

@@ -30,14 +30,14 @@ Estimates = dict[int, tuple[list[int], list[float]]]  # newest physical block ->
 
 
 @dataclass
-class GsmStepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class GsmStepMetadata(KVConnectorMetadata):
     """Newest physical block of a row -> its logical blocks that are gone."""
 
     holes: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass
-class GsmWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class GsmWorkerMetadata(KVConnectorWorkerMetadata):
     """What a worker estimated, and the config it works by once that has changed."""
 
     estimates: Estimates = field(default_factory=dict)
@@ -52,7 +52,7 @@ class GsmWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return GsmWorkerMetadata(merged, self.config or other.config)
 
 
-class GsmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class GsmConnector(KVConnectorBase_V1, SupportsHMA):
     """Both ends of the exchange; vLLM makes one in the scheduler and one in every worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -61,7 +61,7 @@ class GsmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if live is None:
             raise ValueError(
                 "GsmConnector drops blocks by a GSM config and none was given; add --additional-config "
-                "'{\"gsm\": \"gsm.yaml\"}' or set GSM_VLLM_CONFIG"
+                '\'{"gsm": "gsm.yaml"}\' or set GSM_VLLM_CONFIG'
             )
         self.live: Live = live
         self._told_epoch = live.epoch

@@ -20,7 +20,7 @@ from gsm.integrations.vllm.kv import customize_spec
 from gsm.integrations.vllm.pages import KeyReader, ScrambledKeys
 
 
-class GsmCPUAttentionMetadataBuilder(BuilderMixin, CPUAttentionMetadataBuilder):  # type: ignore[misc]
+class GsmCPUAttentionMetadataBuilder(BuilderMixin, CPUAttentionMetadataBuilder):
     """`CPUAttentionMetadataBuilder` whose metadata carries a `Step`."""
 
     def make_per_head(self) -> Any:
@@ -29,7 +29,7 @@ class GsmCPUAttentionMetadataBuilder(BuilderMixin, CPUAttentionMetadataBuilder):
         return builder
 
 
-class GsmCPUAttentionImpl(ImplMixin, CPUAttentionBackendImpl):  # type: ignore[misc]
+class GsmCPUAttentionImpl(ImplMixin, CPUAttentionBackendImpl):
     """`CPUAttentionBackendImpl` that selects pages for decode rows."""
 
     stock = CPUAttentionBackendImpl
@@ -43,7 +43,7 @@ class GsmCPUAttentionImpl(ImplMixin, CPUAttentionBackendImpl):  # type: ignore[m
         return lambda kv, blocks: order(kv, blocks).view(kind).float() * layer._k_scale_float
 
 
-class GsmCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
+class GsmCPUAttentionBackend(CPUAttentionBackend):
     """Takes the place of `CPU_ATTN`; without a GSM config it does what that does."""
 
     customize_spec = classmethod(customize_spec)

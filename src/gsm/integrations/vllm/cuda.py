@@ -36,7 +36,7 @@ def _key_reader(impl: Any, layer: Any) -> KeyReader:
     return lambda cache, blocks: read_plain_keys(cache, blocks).view(kind).float() * layer._k_scale
 
 
-class GsmFlashAttentionMetadataBuilder(BuilderMixin, FlashAttentionMetadataBuilder):  # type: ignore[misc]
+class GsmFlashAttentionMetadataBuilder(BuilderMixin, FlashAttentionMetadataBuilder):
     """`FlashAttentionMetadataBuilder` whose metadata carries a `Step`."""
 
     supports_update_block_table = False
@@ -47,7 +47,7 @@ class GsmFlashAttentionMetadataBuilder(BuilderMixin, FlashAttentionMetadataBuild
         return builder
 
 
-class GsmFlashAttentionImpl(ImplMixin, FlashAttentionImpl):  # type: ignore[misc]
+class GsmFlashAttentionImpl(ImplMixin, FlashAttentionImpl):
     """`FlashAttentionImpl` that selects pages for decode rows."""
 
     stock = FlashAttentionImpl
@@ -56,7 +56,7 @@ class GsmFlashAttentionImpl(ImplMixin, FlashAttentionImpl):  # type: ignore[misc
         return _key_reader(self, layer)
 
 
-class GsmFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
+class GsmFlashAttentionBackend(FlashAttentionBackend):
     """Takes the place of `FLASH_ATTN`; without a GSM config it does what that does."""
 
     customize_spec = classmethod(customize_spec)
@@ -70,7 +70,7 @@ class GsmFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
         return GsmFlashAttentionMetadataBuilder
 
 
-class GsmTritonAttentionMetadataBuilder(BuilderMixin, TritonAttentionMetadataBuilder):  # type: ignore[misc]
+class GsmTritonAttentionMetadataBuilder(BuilderMixin, TritonAttentionMetadataBuilder):
     """`TritonAttentionMetadataBuilder` whose metadata carries a `Step`."""
 
     supports_draft_decode_metadata_update = False
@@ -86,7 +86,7 @@ class GsmTritonAttentionMetadataBuilder(BuilderMixin, TritonAttentionMetadataBui
         return builder
 
 
-class GsmTritonAttentionImpl(ImplMixin, TritonAttentionImpl):  # type: ignore[misc]
+class GsmTritonAttentionImpl(ImplMixin, TritonAttentionImpl):
     """`TritonAttentionImpl` that selects pages for decode rows."""
 
     stock = TritonAttentionImpl
@@ -95,7 +95,7 @@ class GsmTritonAttentionImpl(ImplMixin, TritonAttentionImpl):  # type: ignore[mi
         return _key_reader(self, layer)
 
 
-class GsmTritonAttentionBackend(TritonAttentionBackend):  # type: ignore[misc]
+class GsmTritonAttentionBackend(TritonAttentionBackend):
     """Takes the place of `TRITON_ATTN`; without a GSM config it does what that does."""
 
     @classmethod

@@ -79,7 +79,9 @@ class GsmEndpoint:
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
         own = render(await self.call("gsm_status"))
-        return Response(generate_latest(get_prometheus_registry()) + own.encode(), media_type="text/plain; version=0.0.4")
+        return Response(
+            generate_latest(get_prometheus_registry()) + own.encode(), media_type="text/plain; version=0.0.4"
+        )
 
 
 def _refused(message: str, status: int) -> JSONResponse:

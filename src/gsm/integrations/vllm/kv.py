@@ -20,7 +20,7 @@ from gsm.kv.policies import PageFacts, make_policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class GsmFullAttentionSpec(FullAttentionSpec):  # type: ignore[misc]
+class GsmFullAttentionSpec(FullAttentionSpec):
     """`FullAttentionSpec` for our manager; same memory, same groups."""
 
 
@@ -41,7 +41,7 @@ class RequestFacts:
     mass: list[float] = field(default_factory=list)  # decayed attention per logical block; NaN = never judged
 
 
-class GsmFullAttentionManager(FullAttentionManager):  # type: ignore[misc]
+class GsmFullAttentionManager(FullAttentionManager):
     """Drops blocks by the policy of the live config, which the connector binds; without a connector nothing drops.
 
     What decode steps produce under a selection, and whatever is computed after a drop, never enters the prefix cache:

@@ -46,8 +46,8 @@ class Live:
     holes: dict[int, list[int]] = field(default_factory=dict)
     """Rows with dropped blocks: physical block that holds the newest token -> logical blocks that are gone."""
     judged: dict[int, tuple[Tensor, Tensor | None, int]] = field(default_factory=dict)
-    """Attention estimated in the last step. Physical newest block -> mass float32 `[columns]`, the logical block of each
-    column where some are gone, and how many columns are complete blocks."""
+    """Attention estimated in the last step. Physical newest block -> mass float32 `[columns]`, the logical block of
+    each column where some are gone, and how many columns are complete blocks."""
 
     def reload(self, values: Mapping[str, Any]) -> int:
         """Take over a config; returns the new epoch. Raises ConfigError and changes nothing if it cannot be live."""

@@ -20,7 +20,7 @@ KeyReader = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HeadPages:
-    """`cache` as `[pages, 1, block_size, 2 * head_dim]`; the page of (block, head) is `block * per_block + head * per_head`."""
+    """`cache` as `[pages, 1, block_size, 2 * head_dim]`; page `block * per_block + head * per_head` is one head's."""
 
     cache: Tensor
     per_block: int

@@ -39,7 +39,7 @@ class Rows:
 
 
 def blocks_to_read(config: CacheConfig, num_tokens: int, block_size: int) -> int:
-    """Blocks one kv head reads at a context of `num_tokens`: the budget, but sinks, recent tokens and one page at least."""
+    """Blocks one kv head reads of `num_tokens` tokens: the budget, but sinks, recent tokens and one page at least."""
     sinks = -(-config.sink_tokens // block_size)
     recent = -(-config.recent_tokens // block_size) + 1
     everything, budget = -(-num_tokens // block_size), config.sparse.budget_for(num_tokens)

@@ -202,7 +202,7 @@ class CompiledSelection:
         return summaries.scorer.name == "clusters" and summaries.fields["center"].device.type == "cpu"
 
     def __call__(self, query: Tensor, scale: float, rows: Rows, prepared: Prepared) -> None:
-        """`query [B, H, G, d]` before scaling; writes `prepared.pages [B, H, width]` and `prepared.shares [B, H, P]`."""
+        """`query [B, H, G, d]` before scaling; writes `prepared.pages [B, H, width]` and `.shares [B, H, P]`."""
         _select(
             *(query.float().contiguous().numpy(), np.float32(scale), self._sigma, *prepared.arrays, rows.num_sinks),
             *(rows.block_size, *self._fields, self._pages.per_block, self._pages.per_head),

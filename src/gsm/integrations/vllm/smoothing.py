@@ -48,7 +48,7 @@ def is_target(config: SmoothingConfig, prefix: str) -> bool:
     return any(fnmatch.fnmatch(prefix, pattern) for pattern in config.target_layers)
 
 
-class GsmRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+class GsmRowParallelLinear(RowParallelLinear):
     """`RowParallelLinear` whose input is smoothed first where the config names it."""
 
     def __init__(self, *args: Any, prefix: str = "", **kwargs: Any) -> None:

@@ -66,7 +66,7 @@ class WindowIndex:
 
 
 def smooth(x: Tensor, state: Tensor, index: WindowIndex, config: SmoothingConfig) -> Tensor:
-    """Smoothed `x [>= T, channels]`, rows beyond T as they are; `state [blocks, ring, channels]` takes in the new inputs.
+    """Smoothed `x [>= T, channels]`, rows beyond T as they are; `state [blocks, ring, channels]` takes in new inputs.
 
     Inputs are rounded to the dtype of the state, sums are float32: what was cached and what was not must not differ.
     """
