@@ -18,6 +18,7 @@ COMMANDS = {
     "eval": "Quality of a config against the full cache; exit code 1 when it misses its tolerance.",
     "explain": "Where every token of a sequence is, or why and when it went.",
     "generate": "Generate text through the tiered cache.",
+    "lint-prompt": "Why prompts share no prefix, where it breaks, and what to do.",
     "load": "Latency percentiles and paired comparisons of any OpenAI-compatible server.",
     "probe": "Is it the cache? What bounds a request here, and what each lever would give.",
     "plan": "What fits in memory and what tiers can gain, from a config alone.",

@@ -75,6 +75,18 @@ def load_model(
     return LoadedModel(model.eval(), tokenizer, _name(source, path), path, describe(model.config))
 
 
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, without its weights. Raises ModelError with the remedy."""
+    path = resolve_source(source)
+    try:
+        with quiet_transformers():
+            return _load_tokenizer(path)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise _translate(error, source, "cpu") from error
+
+
 def _check_dtype(dtype: str) -> str:
     name = DTYPES.get(str(dtype).removeprefix("torch."))
     if name is None:
