@@ -46,12 +46,13 @@ from gsm.serve.worker import EngineWorker
 RESULTS = Path(__file__).parent / "results"
 ANSWERS = RESULTS / "rollout_answers.json"
 NUM_SEQUENCES, WITHIN, LONGEST = 2000, 60, 300
-NEW_TOKENS = 24
-BATCH = 3  # prompts at a time, each with every config
+NEW_TOKENS = 12
+BATCH = 2  # prompts at a time, each with every config
+SEEDS = 4  # answers of every config to each prompt
 SAMPLING = {"max_tokens": NEW_TOKENS, "temperature": 0.7}
 
-# everything small, so that prompts of 200 tokens cross every border; the stable config reads everything from int8 pages
-CACHE: dict[str, Any] = {"hot_size": 64, "recent_tokens": 32}
+# everything small, so that prompts of 130 tokens cross every border; the stable config reads everything, most from int8
+CACHE: dict[str, Any] = {"page_size": 8, "hot_size": 32, "recent_tokens": 16}
 LIMITS: dict[str, Any] = {"max_running": 32, "max_batch_tokens": 512, "kv_memory_mib": 3000.0}
 WINDOW = {
     "enable": True,
@@ -70,17 +71,17 @@ def settings(smoothing: dict[str, Any] | None = None, engine: dict[str, Any] | N
 
 STABLE = settings()
 BAD: dict[str, GsmConfig] = {
-    "budget far too small": settings(recent_tokens=16, sparse={"enabled": True, "budget_tokens": 64}),
+    "budget far too small": settings(recent_tokens=8, sparse={"enabled": True, "budget_tokens": 32}),
     "window smoothing .3/16": settings(smoothing=WINDOW),
     "broken positions": settings(engine={"max_waiting": 255}),  # the runner below counts the answer's tokens wrongly
-    "KV at 2 bits": settings(engine={"prefix_cache": False}),  # the cache below rounds what is written
+    "KV at 2 bits": settings(engine={"chunk_tokens": 255}),  # the cache below rounds what is written; pages of its own
 }
 HARMLESS: dict[str, GsmConfig] = {
     "the same again": settings(engine={"max_waiting": 254}),
     "sparse, three quarters": settings(sparse={"enabled": True, "budget_fraction": 0.75}),
-    "more recent tokens": settings(recent_tokens=64, sparse={"enabled": True, "budget_fraction": 0.9}),
-    "larger hot zone": settings(hot_size=128),
-    "other chunks": settings(engine={"chunk_tokens": 64}),
+    "more recent tokens": settings(recent_tokens=32, sparse={"enabled": True, "budget_fraction": 0.9}),
+    "wider spread": settings(sparse={"enabled": True, "budget_fraction": 0.8, "sigma": 1.0}),
+    "larger hot zone": settings(hot_size=64),
 }
 CONFIGS: dict[str, GsmConfig] = {"stable": STABLE, **BAD, **HARMLESS}
 
@@ -147,8 +148,8 @@ _TASKS = (
 )
 
 
-def prompts(loaded: LoadedModel, part: str, length: int = 170) -> Iterator[list[int]]:
-    """Chat prompts about stretches of one third of our text, each stretch once, about 200 tokens each."""
+def prompts(loaded: LoadedModel, part: str, length: int = 95) -> Iterator[list[int]]:
+    """Chat prompts about stretches of one third of our text, each stretch once, about 140 tokens each."""
     text = load_thirds().part(part)
     words, step = text.split(" "), 120
     for number in range(len(words) // step):
@@ -189,10 +190,15 @@ def _record_batch(
     ended: dict[str, Choice] = {}
     engine.on_finish = lambda sequence: ended.__setitem__(sequence.request.request_id, sequence)
     engine.shadow.max_tokens = 0  # scored below, with the prompt read once for all configs
-    for name, number in numbers.items():
-        for i, ids in enumerate(batch):
-            sampling = SamplingParams(**SAMPLING, seed=1000 * (first + i) + number)
-            engine.add(f"{i}/{name}", list(ids), sampling, epoch=number, is_scored=True)
+    for seed in range(SEEDS):  # one by one: the second finds the prompt of the first
+        for name, number in numbers.items():
+            for i, ids in enumerate(batch):
+                sampling = SamplingParams(**SAMPLING, seed=10_000 * (first + i) + 100 * seed + number)
+                engine.add(f"{i}/{name}/{seed}", list(ids), sampling, epoch=number, is_scored=True)
+                if seed == 0 and number == 0:
+                    engine.step()
+        while seed == 0 and engine.has_work:
+            engine.step()
     while engine.has_work:
         engine.step()
     lines: list[dict[str, Any]] = []
@@ -201,7 +207,9 @@ def _record_batch(
         reader.read(prompt_job, len(ids) - 1, 0)
         prompt_job.num_read = len(ids) - 1
         assert prompt_job.slot is not None
-        line = {name: _score(reader, prompt_job, ended[f"{i}/{name}"]) for name in numbers}
+        line = {
+            name: [_score(reader, prompt_job, ended[f"{i}/{name}/{seed}"]) for seed in range(SEEDS)] for name in numbers
+        }
         reader.free(prompt_job)
         lines.append({"prompt": first + i, **line})
     return lines
@@ -233,11 +241,19 @@ def _score(reader: _Reader, prompt_job: _Job, sequence: Choice) -> dict[str, Any
 def pack(args: argparse.Namespace) -> None:
     lines = [json.loads(line) for line in args.log.read_text().splitlines()]
     fields = ("kl", "top1", "gap", "repetition", "early_stop", "tokens")
-    answers = {name: {key: [line[name][key] for line in lines] for key in fields} for name in CONFIGS}
+    answers = {
+        name: {key: [answer[key] for line in lines for answer in line[name]] for key in fields} for name in CONFIGS
+    }
     write(
         "rollout_answers.json",
         args,
-        {"num_prompts": len(lines), "new_tokens": NEW_TOKENS, "configs": _described(), "answers": answers},
+        {
+            "num_prompts": len(lines),
+            "answers_per_prompt": SEEDS,
+            "new_tokens": NEW_TOKENS,
+            "configs": _described(),
+            "answers": answers,
+        },
         indent=None,
     )
 
@@ -459,7 +475,7 @@ def main() -> None:
     parser.add_argument("part", choices=["record", "pack", "resample", "live", "reloads", "cost"])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--prompts", type=int, default=320)
+    parser.add_argument("--prompts", type=int, default=80)
     parser.add_argument("--log", type=Path, default=RESULTS / ".rollout_answers.jsonl")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--configs", nargs="*")

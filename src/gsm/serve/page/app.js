@@ -20,7 +20,8 @@ function drawn(name, attributes) {
 }
 function seconds(value) {
   if (value == null) return "n/a";
-  return value < 0.0995 ? `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms` : value < 100 ? `${value.toPrecision(3)} s` : `${Math.round(value)} s`;
+  if (value < 0.9995) return `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms`;
+  return `${value < 100 ? value.toPrecision(3) : Math.round(value)} s`;
 }
 function bytes(value) {
   if (value == null) return "n/a";
@@ -50,7 +51,7 @@ const TILES = [
   ["Between tokens", (n) => seconds(n.itl_s.p50), (n) => (n.itl_s.num ? `P95 ${seconds(n.itl_s.p95)}` : "no answer yet")],
   ["Requests", (n) => `${n.num_running}`, (n) => `running, ${n.num_waiting} waiting`],
   ["KV memory", (n) => bytes(total(n.kv_bytes)), (n) => (n.kv_limit_bytes ? `of ${bytes(n.kv_limit_bytes)}` : "no limit set")],
-  ["Prefix hits", (n) => (n.num_prefix_tokens ? percent(n.num_prefix_hits / n.num_prefix_tokens) : "n/a"), () => "of prompt tokens, since start"],
+  ["Prefix hits", (n) => (n.num_prefix_tokens ? percent(n.num_prefix_hits / n.num_prefix_tokens) : "n/a"), () => "of prompt tokens"],
 ];
 const total = (tiers) => Object.values(tiers).reduce((sum, value) => sum + value, 0);
 
@@ -74,7 +75,7 @@ const CHARTS = [
   { title: "Time between tokens", lines: ["itl_p50", "itl_p95"], names: ["median", "P95"], format: seconds },
   { title: "KV memory by tier", lines: ["kv_hot", "kv_warm"], names: ["hot", "warm"], format: bytes, hold: true },
 ];
-const WIDTH = 280, HEIGHT = 116, LEFT = 4, RIGHT = 276, TOP = 14, BOTTOM = 98;
+const WIDTH = 280, HEIGHT = 116, LEFT = 2, RIGHT = 276, TOP = 10, BOTTOM = 110;
 
 function makeChart(chart) {
   const caption = element("figcaption");
@@ -103,7 +104,8 @@ function makeChart(chart) {
     chart.at = Math.min(179, Math.max(0, (chart.at ?? 179) + step));
     showChart(chart);
   });
-  $("charts").append(element("figure", { class: "chart" }, caption, chart.svg));
+  const axis = element("div", { class: "axis", "aria-hidden": "true" }, element("span", {}, "15 min ago"), element("span", {}, "now"));
+  $("charts").append(element("figure", { class: "chart" }, caption, chart.svg, axis));
 }
 
 function showChart(chart) {
@@ -121,14 +123,16 @@ function showChart(chart) {
   lines.forEach((values, which) => {
     const second = which ? " second" : "";
     const joined = chart.hold || chart.lines[0] === "tokens_per_s" ? 1 : 12; // gaps of up to a minute are bridged
-    let path = "", last = -1e9;
-    values.forEach((value, i) => {
-      if (value == null) return;
-      path += `${i - last <= joined ? "L" : "M"}${x(i).toFixed(1)},${y(value).toFixed(1)} `;
-      if (i - last > joined) path += `l0.01,0 `; // a lone value is a dot
-      last = i;
+    const there = values.flatMap((value, i) => (value == null ? [] : [i]));
+    let path = "", dots = "";
+    there.forEach((i, k) => {
+      const place = `${x(i).toFixed(1)},${y(values[i]).toFixed(1)}`;
+      const starts = !(i - there[k - 1] <= joined), ends = !(there[k + 1] - i <= joined);
+      path += `${starts ? "M" : "L"}${place} `;
+      if (starts && ends) dots += `M${place} l0.01,0 `;
     });
     if (path) parts.push(drawn("path", { class: `line${second}`, d: path, "vector-effect": "non-scaling-stroke" }));
+    if (dots) parts.push(drawn("path", { class: `line dot${second}`, d: dots, "vector-effect": "non-scaling-stroke" }));
   });
   const index = chart.at == null ? null : chart.at - offset;
   if (index != null) parts.push(drawn("line", { class: "cursor", x1: x(index), x2: x(index), y1: TOP, y2: BOTTOM, "vector-effect": "non-scaling-stroke" }));
@@ -200,7 +204,9 @@ function evidence(epoch, rows) {
   const details = element("details");
   details.open = opened.has(epoch.epoch) || (epoch.status === "canary" && !closed.has(epoch.epoch));
   const worst = rows.reduce((most, row) => Math.max(most, progress(row)), 0);
-  const summary = element("summary", { "data-epoch": epoch.epoch }, rows.some((row) => row.evidence != null) ? `Evidence: ${Math.round(worst * 100)} % of an alarm` : "Evidence");
+  const judged = rows.some((row) => row.evidence != null);
+  const verdict = worst >= 1 ? "Evidence: alarm" : `Evidence: ${Math.round(worst * 100)} % of the way to an alarm`;
+  const summary = element("summary", { "data-epoch": epoch.epoch }, judged ? verdict : "Evidence");
   details.addEventListener("toggle", () => {
     (details.open ? opened : closed).add(epoch.epoch);
     (details.open ? closed : opened).delete(epoch.epoch);
