@@ -56,7 +56,7 @@ class Chat:
     value: str
 
 
-def topics(tokenizer: Any) -> list[tuple[str, list[str]]]:
+def topics() -> list[tuple[str, list[str]]]:
     """Names and paragraphs of plain prose of the manual's topics."""
     from pydoc_data.topics import topics as found
 
@@ -70,7 +70,9 @@ def topics(tokenizer: Any) -> list[tuple[str, list[str]]]:
 
 
 def make_chats(tokenizer: Any, count: int, chat_tokens: int, num_turns: int, seed: int) -> list[Chat]:
-    rng, known = random.Random(seed), topics(tokenizer)
+    rng = random.Random(seed)
+    # topics long enough to fill their turn
+    known = [topic for topic in topics() if sum(map(len, topic[1])) > 5 * chat_tokens / num_turns]
     return [_make_chat(tokenizer, rng, known, number, chat_tokens, num_turns) for number in range(count)]
 
 
@@ -79,7 +81,7 @@ def _make_chat(
 ) -> Chat:
     told, asked, opening, values = FACTS[number % len(FACTS)]
     value = values.split()[number // len(FACTS) % 4]
-    answer_tokens = (chat_tokens - 120) // (num_turns - 1) - 32
+    answer_tokens = (chat_tokens - 120) // (num_turns - 1) - 24
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
     for turn, (name, prose) in enumerate(rng.sample(known, num_turns - 1), 1):
         question = rng.choice(ASKS).format(name)
@@ -99,8 +101,9 @@ def _answer(tokenizer: Any, prose: list[str], num_tokens: int) -> str:
     text = ""
     for sentence in sentences:
         longer = f"{text} {sentence}".strip()
-        if text and len(tokenizer(longer)["input_ids"]) > num_tokens:
-            break
+        num_before, num_after = (len(tokenizer(x)["input_ids"]) for x in (text, longer))
+        if num_after > num_tokens and num_after - num_tokens > num_tokens - num_before:
+            break  # stopping here is nearer to what was asked for
         text = longer
     return text
 
