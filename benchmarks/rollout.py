@@ -1,7 +1,7 @@
 """Does the guard take back bad configs, and leave harmless ones alone? One part per call.
 
-python benchmarks/rollout.py record [--prompts 320]   score answers of every config once (about 6 s per prompt and
-                                                      thread; appends, goes on where it was stopped)
+python benchmarks/rollout.py record [--prompts 80]    score 4 answers of every config to each prompt once (10 s per
+                                                      prompt and thread; goes on where it was stopped)
 python benchmarks/rollout.py pack                     the records as one compact JSON
 python benchmarks/rollout.py resample                 2000 sequences per config through the guard: power, false alarms
 python benchmarks/rollout.py live [--configs NAME..]  one canary per config through engine and guard, fresh prompts
@@ -53,7 +53,12 @@ SAMPLING = {"max_tokens": NEW_TOKENS, "temperature": 0.7}
 
 # everything small, so that prompts of 130 tokens cross every border; the stable config reads everything, most from int8
 CACHE: dict[str, Any] = {"page_size": 8, "hot_size": 32, "recent_tokens": 16}
-LIMITS: dict[str, Any] = {"max_running": 32, "max_batch_tokens": 512, "kv_memory_mib": 3000.0}
+LIMITS: dict[str, Any] = {
+    "max_running": 32,
+    "max_batch_tokens": 512,
+    "kv_memory_mib": 3000.0,
+    "queue_timeout_s": 3600.0,
+}
 WINDOW = {
     "enable": True,
     "method": "window",
@@ -218,6 +223,7 @@ def _record_batch(
 def _score(reader: _Reader, prompt_job: _Job, sequence: Choice) -> dict[str, Any]:
     assert prompt_job.slot is not None
     served: list[TokenLogprobs] = sequence.recorded
+    assert sequence.finish_reason in ("stop", "length"), sequence.finish_reason
     job = _Job(0, list(sequence.token_ids), sequence.num_prompt_tokens, served, prompt_job.num_read)
     job.slot = reader.cache.manager.fork(prompt_job.slot)
     try:
@@ -438,6 +444,7 @@ def _throughput(
 ) -> tuple[float, float]:
     assert engine.prefix is not None
     engine.prefix.clear()
+    engine.on_finish = rollout._note_finished if is_guarded else None
     order, began, spent = random.Random(repeat), time.perf_counter(), engine.shadow.spent_s
     tokens, step_s, added = engine.stats.num_generated_tokens, engine.stats.step_s, 0
     random.seed(repeat)

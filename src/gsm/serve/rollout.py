@@ -317,6 +317,7 @@ class Rollout:
         self.live = live
         share = self.rules.canary_share if live.canary is not None else self.rules.steady_share
         self.worker.engine.shadow.share = share if self.rules.guard else 0.0
+        self.worker.engine.shadow.max_tokens = self.rules.max_scored_tokens
         self.worker.engine.epochs.use(live.leading.number)
 
     def _judge_anew(self) -> None:

@@ -28,7 +28,7 @@ function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let i = 0;
   while (value >= 1000 && i < units.length - 1) { value /= 1024; i += 1; }
-  return `${i ? value.toPrecision(3) : value} ${units[i]}`;
+  return `${i ? value.toPrecision(3) : Math.round(value)} ${units[i]}`;
 }
 const percent = (value) => (value == null ? "n/a" : `${(value * 100).toFixed(value > 0 && value < 0.0995 ? 1 : 0)} %`);
 const number = (value) => (value == null ? "n/a" : value < 100 ? value.toFixed(1) : Math.round(value).toLocaleString("en"));
