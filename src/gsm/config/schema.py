@@ -173,3 +173,10 @@ class GsmConfig(Section):
     reasoning: ReasoningConfig = ReasoningConfig()
     rollout: RolloutConfig = RolloutConfig()
     vllm: VllmConfig = VllmConfig()
+
+    @model_validator(mode="after")
+    def _one_way_to_take_pages_out(self) -> GsmConfig:
+        lowers = "reasoning.enabled" if self.reasoning.enabled else "prompt.history.mode: kv"
+        if self.cache.positions == "compact" and (self.reasoning.enabled or self.prompt.history.mode == "kv"):
+            raise ValueError(f"{lowers} and cache.positions: compact both take pages out; use one of them")
+        return self

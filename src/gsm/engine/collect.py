@@ -65,8 +65,9 @@ class Collector:
         sequence, engine = work.sequence, self._engine
         assert sequence.slot is not None
         sequence.num_computed += num_accepted
-        if num_accepted < len(work.draft):
-            engine.manager.crop(sequence.slot, sequence.num_computed)
+        num_wrong = len(work.draft) - num_accepted
+        if num_wrong:  # counted from the end: compacted positions are fewer than tokens
+            engine.manager.crop(sequence.slot, engine.manager.num_tokens(sequence.slot) - num_wrong)
         engine.stats.num_draft_tokens += len(work.draft)
         engine.stats.num_accepted_tokens += num_accepted
         return best[: num_accepted + 1]

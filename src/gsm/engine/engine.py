@@ -39,6 +39,7 @@ from gsm.models import LoadedModel
 from gsm.smoothing.window import WindowSmoothing
 
 _PAGES_PER_EVICTION = 8
+_UNBOUNDED = 1 << 30  # tokens
 
 
 class Engine:
@@ -61,7 +62,8 @@ class Engine:
         self.stats = EngineStats()
         self.windows = Windows(loaded.model, window)
         self.epochs = Epochs(self, settings, window)
-        self.max_context = loaded.arch.max_position_embeddings or 1 << 30
+        endless = settings.cache.positions == "compact"
+        self.max_context = _UNBOUNDED if endless else loaded.arch.max_position_embeddings or _UNBOUNDED
         self.eos_ids = _eos_ids(loaded)
         self.shadow = Shadow(loaded, self.windows, settings.rollout.max_scored_tokens)
         self.on_finish: Callable[[Sequence], None] | None = None  # called before its pages are given back
@@ -79,6 +81,8 @@ class Engine:
         limits = settings.engine
         self.runner = Runner(self.loaded, settings, self.windows)
         self.manager = self.runner.cache.limit(limits.kv_pages)
+        if self.manager.compactor is not None:
+            self.manager.compactor.check_chunk(settings.cache, limits.chunk_tokens)
         self.room = KVRoom(self.manager, None, limits.chunk_tokens)
         self.room.limit(limits.kv_memory_mib)
         self._warm_up()

@@ -43,6 +43,8 @@ def make_prefix_index(engine: Engine, is_windowed: bool, prefix_dir: str | Path 
 def why_not(engine: Engine, config: GsmConfig, is_windowed: bool) -> str | None:
     """The reason why requests of a config cannot share pages, or None."""
     cache = config.cache
+    if cache.positions == "compact":
+        return "compacted positions turn keys, which another request may still need as they were"
     if is_windowed:
         return "window smoothing keeps state per request that pages do not hold"
     if cache.cold != "keep":

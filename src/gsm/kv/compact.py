@@ -71,6 +71,15 @@ class Compactor:
         self.num_cuts = 0
         self.num_recoded = 0  # coded pages that were encoded anew, counted once per move
 
+    def check_chunk(self, config: CacheConfig, chunk_tokens: int) -> None:
+        """Raises ConfigError when chunks of that size do not fit beside what the policy `recent` keeps."""
+        room = self.limit - _most_kept(config)
+        if config.policy == "recent" and chunk_tokens > room:
+            raise ConfigError(
+                f"engine.chunk_tokens is {chunk_tokens} but positions: compact leaves room for {room} beside what is "
+                "kept; lower it, or keep less (hot_size, warm_size)"
+            )
+
     def make_room(self, manager: KVManager, spans: Sequence[Span]) -> None:
         """Before a step: see that every span's new tokens have positions. Raises KVError when they cannot."""
         for span in spans:

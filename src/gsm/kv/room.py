@@ -41,7 +41,8 @@ class KVRoom:
         return self._pages_left(new_tokens) >= self._pages(new_sequence_tokens)
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Most bytes a sequence of that length takes, the chunk that is being computed included."""
+        """Most bytes a sequence of that length takes, the chunk that is being computed included. Where positions are
+        compacted no sequence ever holds more than the model's window."""
         config = self.manager.config
         pages = self._pages(num_tokens)
         hot_pages = min(pages, config.num_sink_pages + self.num_hot_pages + self._pages(self.chunk_tokens) + 1)
@@ -80,4 +81,6 @@ class KVRoom:
         return limit - used - sum(self._pages(held + added) - self._pages(held) for held, added in lengths)
 
     def _pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.manager.config.page_size)
+        compactor = self.manager.compactor
+        held = num_tokens if compactor is None else min(num_tokens, compactor.limit)
+        return -(-held // self.manager.config.page_size)

@@ -279,8 +279,6 @@ def check_grading(config: GsmConfig, tokenizer: Any) -> None:
             "reasoning.enabled finds thoughts by their text; pass the tokenizer, as in "
             "gsm.attach(model, config, tokenizer=tokenizer)"
         )
-    if config.reasoning.enabled and config.cache.positions == "compact":
-        raise ConfigError("reasoning.enabled and positions: compact both take pages out; use one of them")
 
 
 def layer_windows(arch: ModelArch) -> list[Window | None]:

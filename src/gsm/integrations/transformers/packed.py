@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from gsm.config import CacheConfig, GsmConfig, SparseConfig
 from gsm.core.batch import Span
 from gsm.core.scorers import make_scorer
-from gsm.errors import ConfigError, UnsupportedModel
+from gsm.errors import UnsupportedModel
 from gsm.integrations.transformers.cache import Cache
 from gsm.integrations.transformers.step import AttentionStep
 from gsm.kv.manager import KVManager
@@ -20,15 +20,14 @@ class PackedCache(Cache):
     """Says which sequences the next call's tokens belong to; the sequences are the caller's, not the cache's.
 
     Call `plan`, then the model with `position_ids` and this cache inside `gsm.attach`. A call without a plan has no
-    sequences to work on and is refused by the attention step.
+    sequences to work on and is refused by the attention step. Under `positions: compact` the hook of `attach` puts the
+    store's own positions in the place of the given ones: they are known only once a sequence was cut.
     """
 
     _grades_rows = False  # the engine follows its sequences itself
 
     def __init__(self, model: PreTrainedModel, config: GsmConfig) -> None:
         super().__init__(model, config)
-        if config.cache.positions == "compact":
-            raise ConfigError("positions: compact renumbers tokens and is not served by the engine; use gsm.attach")
         if self.layers:
             raise UnsupportedModel(
                 f"{self.arch.model_type}: some layers keep a recurrent state, which one row of several sequences "
