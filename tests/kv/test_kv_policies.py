@@ -10,6 +10,7 @@ from gsm.config import load_config
 from gsm.errors import ConfigError
 from gsm.kv.manager import KVManager
 from gsm.kv.policies import PageFacts, beyond, make_policy
+from gsm.kv.rules import make_rules
 from gsm.kv.positions import COLD
 
 NAN = float("nan")
@@ -169,7 +170,9 @@ def test_content_sinks_survive_every_policy() -> None:
         store.prompt(80)
         store.decode(mass, steps=2)  # still inside the hot zone: observed, not judged
         assert store.held().all()
-        store.manager.config = make_config(**policy, cold="drop", sink_mass=0.1, warm={"codec": "none"})
+        rules = make_rules(make_config(**policy, cold="drop", sink_mass=0.1, warm={"codec": "none"}))
+        for state in store.manager.sequences.values():
+            state.rules = rules
         store.decode(mass, steps=32)
         held = store.held()[..., 1:15]
         assert held[:, 1, 6].all(), policy
