@@ -10,8 +10,8 @@ from gsm.config import load_config
 from gsm.errors import ConfigError
 from gsm.kv.manager import KVManager
 from gsm.kv.policies import PageFacts, beyond, make_policy
-from gsm.kv.rules import make_rules
 from gsm.kv.positions import COLD
+from gsm.kv.rules import make_rules
 
 NAN = float("nan")
 
