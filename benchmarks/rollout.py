@@ -1,6 +1,6 @@
 """Does the guard take back bad configs, and leave harmless ones alone? One part per call.
 
-python benchmarks/rollout.py record [--prompts 80]    score 4 answers of every config to each prompt once (10 s per
+python benchmarks/rollout.py record [--prompts 31]    score 10 answers of every config to each prompt once (15 s per
                                                       prompt and thread; goes on where it was stopped)
 python benchmarks/rollout.py pack                     the records as one compact JSON
 python benchmarks/rollout.py resample                 2000 sequences per config through the guard: power, false alarms
@@ -46,9 +46,8 @@ from gsm.serve.worker import EngineWorker
 RESULTS = Path(__file__).parent / "results"
 ANSWERS = RESULTS / "rollout_answers.json"
 NUM_SEQUENCES, WITHIN, LONGEST = 2000, 60, 300
-NEW_TOKENS = 12
-BATCH = 2  # prompts at a time, each with every config
-SEEDS = 4  # answers of every config to each prompt
+NEW_TOKENS = 8
+NUM_CHOICES = 10  # answers of every config to each prompt
 SAMPLING = {"max_tokens": NEW_TOKENS, "temperature": 0.7}
 
 # everything small, so that prompts of 130 tokens cross every border; the stable config reads everything, most from int8
@@ -174,6 +173,7 @@ def record(args: argparse.Namespace) -> None:
     random.Random(0).shuffle(wanted)
     done = len(args.log.read_text().splitlines()) if args.log.exists() else 0
     numbers = {name: number for number, name in enumerate(CONFIGS)}
+    Choice.records = property(lambda choice: choice.request.is_scored)  # type: ignore[method-assign,assignment]
     with Engine(loaded, STABLE) as engine:
         for name, number in numbers.items():
             if number:
@@ -181,43 +181,32 @@ def record(args: argparse.Namespace) -> None:
         make_faulty(engine, numbers)
         reader = _Reader(loaded, engine.windows)
         while done < min(args.prompts, len(wanted)):
-            batch = wanted[done : done + BATCH]
-            lines = _record_batch(engine, reader, batch, done, numbers)
+            line = _record_prompt(engine, reader, wanted[done], done, numbers)
             with args.log.open("a") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
-            done += len(batch)
-            print(f"{done} prompts", flush=True)
+                file.write(json.dumps(line) + "\n")
+            done += 1
+            print(f"{done} prompts, {time.process_time():.0f} s of CPU", flush=True)
 
 
-def _record_batch(
-    engine: Engine, reader: _Reader, batch: list[list[int]], first: int, numbers: dict[str, int]
-) -> list[dict[str, Any]]:
-    ended: dict[str, Choice] = {}
-    engine.on_finish = lambda sequence: ended.__setitem__(sequence.request.request_id, sequence)
+def _record_prompt(
+    engine: Engine, reader: _Reader, ids: list[int], number: int, numbers: dict[str, int]
+) -> dict[str, Any]:
+    ended: dict[tuple[str, int], Choice] = {}
+    engine.on_finish = lambda choice: ended.__setitem__((choice.request.request_id, choice.index), choice)
     engine.shadow.max_tokens = 0  # scored below, with the prompt read once for all configs
-    for seed in range(SEEDS):  # one by one: the second finds the prompt of the first
-        for name, number in numbers.items():
-            for i, ids in enumerate(batch):
-                sampling = SamplingParams(**SAMPLING, seed=10_000 * (first + i) + 100 * seed + number)
-                engine.add(f"{i}/{name}/{seed}", list(ids), sampling, epoch=number, is_scored=True)
-                if seed == 0 and number == 0:
-                    engine.step()
-        while seed == 0 and engine.has_work:
-            engine.step()
+    for name, epoch in numbers.items():
+        sampling = SamplingParams(**SAMPLING, n=NUM_CHOICES, seed=100 * number + epoch)
+        engine.add(name, list(ids), sampling, epoch=epoch, is_scored=True)
+        if epoch == 0:
+            engine.step()  # the others find its pages
     while engine.has_work:
         engine.step()
-    lines: list[dict[str, Any]] = []
-    for i, ids in enumerate(batch):
-        prompt_job = _Job(0, list(ids), len(ids), [])
-        reader.read(prompt_job, len(ids) - 1, 0)
-        prompt_job.num_read = len(ids) - 1
-        assert prompt_job.slot is not None
-        line = {
-            name: [_score(reader, prompt_job, ended[f"{i}/{name}/{seed}"]) for seed in range(SEEDS)] for name in numbers
-        }
-        reader.free(prompt_job)
-        lines.append({"prompt": first + i, **line})
-    return lines
+    prompt_job = _Job(0, list(ids), len(ids), [])
+    reader.read(prompt_job, len(ids) - 1, 0)
+    prompt_job.num_read = len(ids) - 1
+    line = {name: [_score(reader, prompt_job, ended[name, i]) for i in range(NUM_CHOICES)] for name in numbers}
+    reader.free(prompt_job)
+    return {"prompt": number, **line}
 
 
 def _score(reader: _Reader, prompt_job: _Job, sequence: Choice) -> dict[str, Any]:
@@ -255,7 +244,7 @@ def pack(args: argparse.Namespace) -> None:
         args,
         {
             "num_prompts": len(lines),
-            "answers_per_prompt": SEEDS,
+            "answers_per_prompt": NUM_CHOICES,
             "new_tokens": NEW_TOKENS,
             "configs": _described(),
             "answers": answers,
@@ -482,7 +471,7 @@ def main() -> None:
     parser.add_argument("part", choices=["record", "pack", "resample", "live", "reloads", "cost"])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--prompts", type=int, default=80)
+    parser.add_argument("--prompts", type=int, default=31)
     parser.add_argument("--log", type=Path, default=RESULTS / ".rollout_answers.jsonl")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--configs", nargs="*")
