@@ -19,7 +19,7 @@ from gsm.kv.policies.graded import COLD, HOT, REMOVED, WARM, Thinking, graded_ti
 from gsm.models import LoadedModel
 
 CACHE: dict[str, Any] = {"page_size": 16, "hot_size": 32, "recent_tokens": 16, "sink_tokens": 4}
-REASONING: dict[str, Any] = {"enabled": True, "min_tokens": 32, "high": {"keep": 0.5, "int8": 0.2}}
+REASONING: dict[str, Any] = {"enabled": True, "min_tokens": 32, "high": {"keep": 0.5, "heavy": 0.0, "int8": 0.2}}
 CONFIG = {"cache": CACHE, "reasoning": REASONING, "engine": {"chunk_tokens": 32, "max_batch_tokens": 64}}
 STEP = "Then I look at the number of sheep in the field and count them one by one, slowly.\n\n"
 PROMPT = "<|im_start|>user\nHow many sheep are there?<|im_end|>\n<|im_start|>assistant\n<think>\n"
@@ -78,6 +78,22 @@ def test_attach_lowers_thoughts_and_nothing_else(tiny: LoadedModel) -> None:
         plain = handle.new_cache()
         prefill(tiny.model, torch.tensor([ids]), plain, 32)
         assert bytes_graded < 0.8 * plain.stats().kv_bytes
+
+
+def test_heads_keep_what_they_attend_to(tiny: LoadedModel) -> None:
+    ids = ids_of(TRANSCRIPT)
+    kept = {}
+    for heavy in (0.0, 0.6):
+        config = {**CONFIG, "reasoning": {**REASONING, "high": {"keep": 0.5, "heavy": heavy, "int8": 0.2}}}
+        with gsm.attach(tiny.model, config, tokenizer=tiny.tokenizer) as handle:
+            cache = handle.new_cache()
+            prefill(tiny.model, torch.tensor([ids]), cache, 32)
+            cache.manager.check_integrity()
+            kept[heavy] = (cache.explain().tokens_by_tier() != 3).flatten(0, 1)
+    by_age, by_mass = (kept[heavy].unique(dim=0) for heavy in (0.0, 0.6))
+    assert len(by_age) == 1
+    assert len(by_mass) > 1, "every head has pages of its own"
+    assert abs(int(kept[0.0].sum()) - int(kept[0.6].sum())) <= 32 * len(kept[0.0]), "for the same memory"
 
 
 def test_chunks_of_any_size_end_the_same(tiny: LoadedModel) -> None:

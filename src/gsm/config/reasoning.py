@@ -41,7 +41,10 @@ DISCOURSE = (
 class EffortLevel(Section):
     """Shares of the finished thinking, counted from its newest step backwards."""
 
-    keep: float = Field(ge=0.0, le=1.0, description="that can still be read; the steps before it are dropped")
+    keep: float = Field(ge=0.0, le=1.0, description="that can still be read; what is older is dropped")
+    heavy: float = Field(
+        default=0.5, ge=0.0, le=1.0, description="of `keep`, chosen by attention mass and not by age, head by head"
+    )
     int8: float = Field(default=0.1, ge=0.0, le=1.0, description="of all of it, that is not int4 yet while thinking")
 
 
@@ -79,6 +82,11 @@ class ReasoningConfig(Section):
             raise ValueError("reasoning.discourse holds an empty word; leave it out")
         return self
 
+    @property
+    def weighs(self) -> bool:
+        """Whether attention mass must be recorded."""
+        return self.enabled and any(level.keep * level.heavy for level in (self.none, self.low, self.high, self.max))
+
     def level(self, effort: int | str | None = None) -> EffortLevel:
         """The shares of an effort; numbers between the named ones are interpolated. Raises InputError."""
         number = effort_number(self.effort if effort is None else effort)
@@ -87,7 +95,8 @@ class ReasoningConfig(Section):
             if number <= right:
                 weight = (number - left) / (right - left)
                 blend = {
-                    name: getattr(low, name) * (1 - weight) + getattr(high, name) * weight for name in ("keep", "int8")
+                    name: getattr(low, name) * (1 - weight) + getattr(high, name) * weight
+                    for name in ("keep", "heavy", "int8")
                 }
                 return EffortLevel(**blend)
         return self.max

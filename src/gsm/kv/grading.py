@@ -10,21 +10,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from gsm.config import CacheConfig
 from gsm.kv.policies.graded import COLD, REMOVED, WARM
 from gsm.kv.removal import removal_code
 
 if TYPE_CHECKING:
+    from gsm.kv.group import StreamGroup
     from gsm.kv.manager import KVManager
 
 
-def lower(manager: KVManager, slot: int, tiers: Tensor, reason: str) -> int:
+def lower(manager: KVManager, slot: int, tiers: Tensor, reason: str, num_heavy: int = 0) -> int:
     """Lower pages to at most `tiers` (int8 `[pages]`, see `gsm.kv.policies.graded`); `reason` is one of REASONS.
 
-    Returns the page from which on they are too new to go down; ask again when the sequence has grown.
-
-    Layers with a bounded past are left alone: they give their pages back anyway.
+    Of the pages that would go, every head keeps the `num_heavy` with the largest attention mass (int4 instead), and
+    all with at least `cache.sink_mass`, where mass is kept. Returns the page from which on they are too new to go down;
+    ask again when the sequence has grown. Layers with a bounded past are left alone: they give their pages back anyway.
     """
     state, config = manager._sequence(slot), manager.config
     first = config.num_sink_pages
@@ -43,7 +46,7 @@ def lower(manager: KVManager, slot: int, tiers: Tensor, reason: str) -> int:
         if group.geometry.window is not None:
             continue
         held = group.table[slot, : len(group.rows), :, :last]
-        wanted = tiers.to(held.device).expand(held.shape)
+        wanted = _with_heavy(group, held, tiers.to(held.device).expand(held.shape), state.rules.config, num_heavy)
         if group.cold is not None:
             alone = group.pages.refs[held.clamp_min(0).long()] == 1
             manager.counters["chilled"] += group.chill(slot, (wanted == COLD) & alone)
@@ -54,3 +57,16 @@ def lower(manager: KVManager, slot: int, tiers: Tensor, reason: str) -> int:
             state.num_dropped += num_dropped
             manager.counters["dropped"] += num_dropped
     return last
+
+
+def _with_heavy(group: StreamGroup, held: Tensor, wanted: Tensor, config: CacheConfig, num_heavy: int) -> Tensor:
+    """`wanted` with REMOVED turned into COLD where a head attends much."""
+    mass = group.mean_mass(held)
+    if mass is None:
+        return wanted
+    mass = mass.masked_fill((wanted != REMOVED) | mass.isnan(), -1.0)
+    heavy = mass >= (config.sink_mass or torch.inf)
+    if num_heavy > 0:
+        best = mass.topk(min(num_heavy, mass.shape[-1]), dim=-1)
+        heavy = heavy.scatter(-1, best.indices, heavy.gather(-1, best.indices) | (best.values >= 0))
+    return wanted.masked_fill(heavy & (wanted == REMOVED), COLD)

@@ -69,6 +69,7 @@ class KVManager:
         max_pages: int | None = None,
         windows: Seq[Window | None] | None = None,
         has_cold_pool: bool = False,
+        needs_mass: bool = False,
     ) -> None:
         self.config = config
         self.windows = tuple(windows) if windows is not None else (None,) * num_layers
@@ -77,7 +78,7 @@ class KVManager:
         self.has_cold_pool = has_cold_pool or config.cold == "int4"  # somebody lowers pages to int4 (`gsm.kv.grading`)
         self.compactor: Compactor | None = None  # given by who knows the model's rotary embedding (`make_compactor`)
         self.rules = make_rules(config)
-        self.needs_mass = self.rules.needs_mass
+        self.needs_mass = self.rules.needs_mass or needs_mass
         self.statistics = MassStatistics(config.observation_window, config.mass_decay) if self.needs_mass else None
         self.scorer = make_scorer(config.sparse.scorer, config.sparse.sigma)
         self.groups: list[StreamGroup] = []
@@ -193,10 +194,8 @@ class KVManager:
         geometry = Geometry(k.shape[1], k.shape[-1], v.shape[-1], k.dtype, k.device, self.windows[layer])
         group = next((g for g in self.groups if g.geometry == geometry), None)
         if group is None:
-            c = self.config
-            group = StreamGroup(
-                geometry, c.page_size, c.warm.codec, self.scorer, self.num_layers, self.statistics, self.has_cold_pool
-            )
+            layout = (geometry, self.config.page_size, self.config.warm.codec, self.scorer, self.num_layers)
+            group = StreamGroup(*layout, self.statistics, self.has_cold_pool)
             self.groups.append(group)
         row = group.add_layer(layer)
         if self.max_pages is not None:

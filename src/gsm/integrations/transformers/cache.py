@@ -53,7 +53,9 @@ class Cache(TransformersCache):
         if self._grades_rows:
             check_grading(settings, tokenizer)
         has_cold = needs_cold_pool(settings.reasoning, settings.prompt.history)
-        manager = KVManager(len(self.arch.layers), settings.cache, windows=windows, has_cold_pool=has_cold)
+        manager = KVManager(
+            len(self.arch.layers), settings.cache, None, windows, has_cold, needs_mass=settings.reasoning.weighs
+        )
         self._adopt(manager, [], 0)
         self.manager.compactor = make_compactor(self.gsm_config.cache, self.arch)
 

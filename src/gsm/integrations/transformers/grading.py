@@ -101,8 +101,10 @@ class Grader:
         if not any(thought.steps for thought in thoughts):
             return
         level, page_size = self._level, manager.config.page_size
-        tiers = graded_tiers(thoughts, level.keep, level.int8, self._min_tokens, manager.num_tokens(slot), page_size)
-        reached = lower(manager, slot, tiers, "reasoning")
+        newest, heavy = level.keep * (1 - level.heavy), level.keep * level.heavy
+        tiers = graded_tiers(thoughts, newest, level.int8, self._min_tokens, manager.num_tokens(slot), page_size)
+        num_heavy = int(heavy * sum(end - start for t in thoughts for start, end in t.steps)) // page_size
+        reached = lower(manager, slot, tiers, "reasoning", num_heavy)
         self._reasoning_left = bool((tiers[reached:] > 0).any())
 
 
