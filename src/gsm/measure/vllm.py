@@ -61,7 +61,7 @@ def evaluate_vllm(spec: EvalSpec, progress: Progress = no_progress) -> EvalResul
     )
     progress("starting vLLM", 0, 1)
     environment = collect_environment(model=spec.model, dtype=spec.dtype, device=spec.device, threads=spec.threads)
-    window = min(longest, plan.fed_tokens + 1)
+    window = plan.fed_tokens + 1
     options = {"max_model_len": window, "max_num_batched_tokens": spec.chunk_tokens}
     options["kv_cache_memory_bytes"] = _kv_bytes(source, 3 * window, spec.dtype)  # a prompt, and what forks add to it
     engine = VllmEngine(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,21 +98,39 @@ class ForcedTokens:
         return logits
 
 
+@contextmanager
+def numba_hidden() -> Iterator[None]:
+    """While an engine starts in a process that has imported numba already.
+
+    vLLM 0.32 looks through all loaded modules for kernels and trips over an object of llvmlite whose `__dict__` is no
+    dict. Workers import numba after that look, so this matters to a second engine in one process only.
+    """
+    name = "llvmlite.binding.ffi"
+    module = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            sys.modules[name] = module
+
+
 class VllmEngine:
     """vLLM in this process, with GSM's classes in place. `options` go to vLLM as they are."""
 
     def __init__(self, source: str, config: GsmConfig | None, **options: Any) -> None:
-        if "vllm" not in __import__("sys").modules:
+        if "vllm" not in sys.modules:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
         from gsm.integrations.vllm.plugin import register
 
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # the last logits follow the last position
         register()
         if config is not None:
             options["additional_config"] = {KEY: config.model_dump(mode="json", exclude_unset=True)}
-        self.llm = LLM(model=source, logits_processors=[_processor()], **options)
+        with numba_hidden():
+            self.llm = LLM(model=source, logits_processors=[_processor()], **options)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.live: Live | None = live_of(self.engine.vllm_config)
@@ -120,6 +140,7 @@ class VllmEngine:
         self._idle = threading.Event()
         self._idle.set()
         ForcedTokens.is_done = self._is_done
+        self._num_threads = torch.get_num_threads()
         threading.Thread(target=self._run, daemon=True).start()
 
     def turn(self, prompt: list[int]) -> Turn:
@@ -145,6 +166,12 @@ class VllmEngine:
         self.end_turn()
         if config != self.live.config:
             self.live.reload(config.model_dump(mode="json", exclude_unset=True))
+
+    def close(self) -> None:
+        """Stop the engine; a process may have one at a time."""
+        self.end_turn()
+        self._work.put(None)
+        self.engine.engine_core.shutdown()
 
     def used_blocks(self) -> int:
         """Blocks that requests hold now."""
@@ -184,13 +211,14 @@ class VllmEngine:
             temperature=0.0, max_tokens=max(1, room), ignore_eos=True, detokenize=False, extra_args={FORCED: name}
         )
         self.engine.add_request(name, {"prompt_token_ids": turn.prompt}, parameters)
+        torch._C.set_num_threads(self._num_threads)  # its own setting in every thread; vLLM planned for this one
         while turn.open and self.engine.has_unfinished_requests():
             self.engine.step()
         self.engine.abort_request([name])
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        if turn.open:  # the model's window is full
-            turn.open = False
+        if turn.open:  # whoever feeds more than fits must not wait for ever
+            turn.logits.put(EngineError("the request has reached the longest length the engine was started for"))
 
 
 def _processor() -> type:
