@@ -28,9 +28,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gsm.config import GsmConfig, RolloutConfig, load_config
+from gsm.core.batch import Span
 from gsm.engine import Engine, SamplingParams
 from gsm.engine import Sequence as Choice
-from gsm.engine.request import TokenLogprobs, Work
+from gsm.engine.request import Work
 from gsm.engine.runner import Runner
 from gsm.engine.shadow import _Job, _Reader, compare
 from gsm.guard.sequential import _SHARES
@@ -204,31 +205,44 @@ def _record_prompt(
     prompt_job = _Job(0, list(ids), len(ids), [])
     reader.read(prompt_job, len(ids) - 1, 0)
     prompt_job.num_read = len(ids) - 1
-    line = {name: [_score(reader, prompt_job, ended[name, i]) for i in range(NUM_CHOICES)] for name in numbers}
+    keys = [(name, i) for name in numbers for i in range(NUM_CHOICES)]
+    scores = dict(zip(keys, _score_all(reader, prompt_job, [ended[key] for key in keys]), strict=True))
+    line = {name: [scores[name, i] for i in range(NUM_CHOICES)] for name in numbers}
     reader.free(prompt_job)
     return {"prompt": number, **line}
 
 
-def _score(reader: _Reader, prompt_job: _Job, sequence: Choice) -> dict[str, Any]:
+@torch.inference_mode()
+def _score_all(reader: _Reader, prompt_job: _Job, choices: Sequence[Choice], at_once: int = 25) -> list[dict[str, Any]]:
+    """What `Shadow` computes answer by answer; the prompt is read already, and several answers share a row."""
     assert prompt_job.slot is not None
-    served: list[TokenLogprobs] = sequence.recorded
-    assert sequence.finish_reason in ("stop", "length"), sequence.finish_reason
-    job = _Job(0, list(sequence.token_ids), sequence.num_prompt_tokens, served, prompt_job.num_read)
-    job.slot = reader.cache.manager.fork(prompt_job.slot)
-    try:
-        logits = reader.read(job, job.num_to_read, job.num_scored)
-        assert logits is not None
-        kl, is_other, gap = (float(x.float().mean()) for x in compare(logits, served))
-    finally:
-        reader.free(job)
-    answer = sequence.token_ids[sequence.num_prompt_tokens :]
-    early = sequence.finish_reason == "stop" and len(answer) <= 4
+    manager, found = reader.cache.manager, []
+    for first in range(0, len(choices), at_once):
+        some = choices[first : first + at_once]
+        assert all(choice.finish_reason in ("stop", "length") for choice in some)
+        read = [choice.token_ids[prompt_job.num_read : -1] for choice in some]
+        slots = [manager.fork(prompt_job.slot) for _ in some]
+        starts = np.cumsum([0, *(len(ids) for ids in read)]).tolist()
+        spans = [Span(*parts) for parts in zip(slots, [0] * len(some), starts, map(len, read), strict=False)]
+        reader._windows.suspend()
+        reader.cache.plan(spans, [reader.config.cache.sparse] * len(spans))
+        positions = [prompt_job.num_read + j for ids in read for j in range(len(ids))]
+        logits = reader._call([i for ids in read for i in ids], positions, list(range(starts[-1])))
+        for slot in slots:
+            manager.free(slot)
+        for block, choice in zip(logits.split([len(ids) for ids in read]), some, strict=True):
+            found.append(_scored(choice, *(float(x.float().mean()) for x in compare(block, choice.recorded))))
+    return found
+
+
+def _scored(choice: Choice, kl: float, top1: float, gap: float) -> dict[str, Any]:
+    answer = choice.token_ids[choice.num_prompt_tokens :]
     return {
         "kl": round(kl, 7),
-        "top1": round(is_other, 5),
+        "top1": round(top1, 5),
         "gap": round(gap, 6),
         "repetition": round(repetition(answer), 4),
-        "early_stop": int(early),
+        "early_stop": int(choice.finish_reason == "stop" and len(answer) <= 4),
         "tokens": len(answer),
     }
 

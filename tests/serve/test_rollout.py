@@ -335,6 +335,27 @@ def test_the_config_file_is_followed(tiny: LoadedModel, tmp_path: Path) -> None:
         served.wait_for(lambda: served.rollout.live.stable.number == 3, 10)
 
 
+def test_a_file_that_was_not_proven_yet_is_tried_again_after_a_restart_and_a_bad_one_is_not(
+    tiny: LoadedModel, tmp_path: Path
+) -> None:
+    file, state = tmp_path / "gsm.yaml", tmp_path / "state.json"
+    file.write_text(json.dumps(with_cache()))
+    with serve_tiny(tiny, file=file, state=state):
+        pass
+    file.write_text(json.dumps(with_cache(hot_size=12)))
+    with serve_tiny(tiny, file=file, state=state) as served:
+        served.wait_for(lambda: served.rollout.live.canary is not None, 10)
+    with serve_tiny(tiny, file=file, state=state) as served:
+        served.wait_for(lambda: served.rollout.live.canary is not None, 10)
+        assert served.ask([5], 1).headers["x-gsm-epoch"] == "3"
+        served.admin.post("/admin/rollback", json={"reason": "bad"})
+    with serve_tiny(tiny, file=file, state=state) as served:
+        time.sleep(0.3)
+        assert served.ask([5], 1).headers["x-gsm-epoch"] == "1"
+        file.write_text(json.dumps(with_cache(hot_size=16)))
+        served.wait_for(lambda: served.rollout.live.canary is not None, 10)
+
+
 # -- under load ----------------------------------------------------------------------------------------------------
 
 NUM_PROMPTS = 4

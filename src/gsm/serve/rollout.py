@@ -77,6 +77,7 @@ class Rollout:
         self.on_facts: Callable[[Facts], None] | None = None
         self._state_file = state_file or StateFile(None)
         self._prepare = prepare
+        self._given: dict[int, str] = {}  # epochs that came from the operator's file, and its fingerprint
         self._changing = asyncio.Lock()
         self._lock = threading.RLock()
         if state is None:
@@ -129,7 +130,8 @@ class Rollout:
                 self._remember(given)
                 return current
             record = await self._open(config, source, 100.0)
-            self._remember(given)
+            if given is not None:
+                self._given[record.number] = fingerprint(given)
             if not self.live.stable.config.rollout.guard:
                 self.promote("the guard is off")
             return record
@@ -166,6 +168,7 @@ class Rollout:
                 self.worker.engine.epochs.retire(number)
                 raise
             self.state = state
+            self.last_error = None
             if before is not None:
                 _end(self.record(before.number), "replaced", f"epoch {number} took its place", self.watch)
                 self.worker.engine.epochs.retire(before.number)
@@ -175,7 +178,7 @@ class Rollout:
         return record
 
     def _remember(self, given: GsmConfig | None) -> None:
-        """The operator's file now says this: a restart without another change goes on with what is live."""
+        """The operator's file says what is live already: a restart without another change goes on with it."""
         if given is not None:
             self.state.given = fingerprint(given)
             self._state_file.save(self.state)
@@ -197,7 +200,8 @@ class Rollout:
             retired = _ended(old, "retired", f"epoch {record.number} was promoted")
             history = [one for one in self.state.history if one.number != record.number]
             history.append(retired)
-            state = State(promoted, self.state.next_number, self.state.given, history[-_KEPT_RECORDS:])
+            given = self._given.pop(record.number, self.state.given)
+            state = State(promoted, self.state.next_number, given, history[-_KEPT_RECORDS:])
             self._state_file.save(state)
             self.state = state
             self._go_live(Live(live.canary))
@@ -225,6 +229,7 @@ class Rollout:
                 raise ConfigError("no canary runs that could be taken back")
             record = self.record(live.canary.number)
             self.num_rollbacks += 1
+            self.state.given = self._given.pop(record.number, self.state.given)  # do not try this file again
             _end(record, "rolled back", reason, self.watch)
             self._go_live(Live(live.stable))
             self._judge_anew()
