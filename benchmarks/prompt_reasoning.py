@@ -93,8 +93,12 @@ def write(seed: int, rounds: int) -> Transcript:
     best = max(goods, key=lambda good: good[1] * good[2])
     total = sum(count * price for _, count, price in goods)
     steps.append(
-        f"So the whole sum is {total} euros, and the {best[0]} bring in the most, {best[1] * best[2]} euros. Now I can "
-        "write the answer."
+        f"So the sum of all five products is {total} euros. That is what the {shop} in {place} took in last {day}, "
+        f"when {person} and {helper} sold five kinds of goods."
+    )
+    steps.append(
+        f"The {best[0]} brought in the most: {best[1]} pieces at {best[2]} euros each make {best[1] * best[2]} euros, "
+        f"the largest part of the {total} euros. Now I can write the answer."
     )
     answer = (
         f"Last {day} the {shop} in {place} took in {total} euros. {person} and {helper} sold five kinds of goods, and "

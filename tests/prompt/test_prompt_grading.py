@@ -19,7 +19,11 @@ from gsm.kv.policies.graded import COLD, HOT, REMOVED, WARM, Thinking, graded_ti
 from gsm.models import LoadedModel
 
 CACHE: dict[str, Any] = {"page_size": 16, "hot_size": 32, "recent_tokens": 16, "sink_tokens": 4}
-REASONING: dict[str, Any] = {"enabled": True, "min_tokens": 32, "high": {"keep": 0.5, "heavy": 0.0, "int8": 0.2}}
+REASONING: dict[str, Any] = {
+    "enabled": True,
+    "min_tokens": 32,
+    "high": {"keep": 0.5, "heavy": 0.0, "int8": 0.2, "running": 0.5},
+}
 CONFIG = {"cache": CACHE, "reasoning": REASONING, "engine": {"chunk_tokens": 32, "max_batch_tokens": 64}}
 STEP = "Then I look at the number of sheep in the field and count them one by one, slowly.\n\n"
 PROMPT = "<|im_start|>user\nHow many sheep are there?<|im_end|>\n<|im_start|>assistant\n<think>\n"
@@ -38,7 +42,7 @@ def tiny(tiny_model: Any) -> LoadedModel:
 
 def test_tiers_by_age() -> None:
     steps = ((10, 40), (40, 80), (80, 110))  # 100 tokens
-    running = graded_tiers([Thinking(steps, False)], 0.5, 0.1, 0, 130, 1).tolist()
+    running = graded_tiers([Thinking(steps, False)], 0.2, 0.1, 0, 130, 1, running=0.5).tolist()
     assert running[:10] == [HOT] * 10
     assert running[10:60] == [REMOVED] * 50
     assert running[60:100] == [COLD] * 40
@@ -47,8 +51,9 @@ def test_tiers_by_age() -> None:
     over = graded_tiers([Thinking(steps, True)], 0.5, 0.1, 90, 130, 1).tolist()
     assert over[10:60] == [REMOVED] * 50
     assert over[60:110] == [COLD] * 50
-    floor = graded_tiers([Thinking(steps, False)], 0.0, 0.0, 90, 130, 1).tolist()
+    floor = graded_tiers([Thinking(steps, False)], 0.0, 0.0, 90, 130, 1, running=0.0).tolist()
     assert floor.count(REMOVED) == 10
+    assert REMOVED not in graded_tiers([Thinking(steps, False)], 0.0, 0.0, 0, 130, 1).tolist()
     pages = graded_tiers([Thinking(steps, True)], 0.0, 0.0, 0, 130, 16).tolist()
     assert pages == [HOT, *[REMOVED] * 5, HOT, HOT], "a page with a protected token stays"
     assert range_tiers([(16, 40)], REMOVED, 64, 16).tolist() == [HOT, REMOVED, HOT, HOT]

@@ -41,7 +41,10 @@ DISCOURSE = (
 class EffortLevel(Section):
     """Shares of the finished thinking, counted from its newest step backwards."""
 
-    keep: float = Field(ge=0.0, le=1.0, description="that can still be read; what is older is dropped")
+    keep: float = Field(
+        ge=0.0, le=1.0, description="that can still be read once the thought is over; the rest is dropped"
+    )
+    running: float = Field(default=1.0, ge=0.0, le=1.0, description="the same while it runs; the newest of it")
     heavy: float = Field(
         default=0.5, ge=0.0, le=1.0, description="of `keep`, chosen by attention mass and not by age, head by head"
     )
@@ -51,16 +54,18 @@ class EffortLevel(Section):
 class ReasoningConfig(Section):
     """Grading of think segments.
 
-    Finished early steps go down first (int8, then int4, then dropped), later ones later; when thinking ends, what is
-    left of it goes one tier down. Everything outside think segments is protected: never int4, never dropped.
+    Finished early steps go down first (int8, then int4), later ones later; when thinking ends it goes one tier down: int8
+    to int4, and of what is int4 the share that is not kept is dropped. Nothing is dropped while thoughts still build on
+    it unless ``running`` is below 1 (benchmarks/LOG.md has the price). Everything outside think segments is protected:
+    never int4, never dropped.
     """
 
     enabled: bool = False
     effort: int | str = Field(default="high", description="of requests that say nothing: a name, or 1 to 100")
     none: EffortLevel = EffortLevel(keep=0.0, int8=0.0)
     low: EffortLevel = EffortLevel(keep=0.2)
-    high: EffortLevel = EffortLevel(keep=0.4)
-    max: EffortLevel = EffortLevel(keep=0.7)
+    high: EffortLevel = EffortLevel(keep=0.38)
+    max: EffortLevel = EffortLevel(keep=0.66)
     min_tokens: int = Field(default=256, ge=0, description="newest tokens of a running thought that are never dropped")
     markers: tuple[tuple[str, str], ...] = MARKERS
     discourse: tuple[str, ...] = Field(default=DISCOURSE, description="first words of a new step")
@@ -96,7 +101,7 @@ class ReasoningConfig(Section):
                 weight = (number - left) / (right - left)
                 blend = {
                     name: getattr(low, name) * (1 - weight) + getattr(high, name) * weight
-                    for name in ("keep", "heavy", "int8")
+                    for name in ("keep", "running", "heavy", "int8")
                 }
                 return EffortLevel(**blend)
         return self.max

@@ -101,9 +101,11 @@ class Grader:
         if not any(thought.steps for thought in thoughts):
             return
         level, page_size = self._level, manager.config.page_size
-        newest, heavy = level.keep * (1 - level.heavy), level.keep * level.heavy
-        tiers = graded_tiers(thoughts, newest, level.int8, self._min_tokens, manager.num_tokens(slot), page_size)
-        num_heavy = int(heavy * sum(end - start for t in thoughts for start, end in t.steps)) // page_size
+        num_tokens, over = manager.num_tokens(slot), [t for t in thoughts if t.is_over]
+        newest = level.keep * (1 - level.heavy)
+        tiers = graded_tiers(thoughts, newest, level.int8, self._min_tokens, num_tokens, page_size, level.running)
+        num_over = sum(end - start for thought in over for start, end in thought.steps)
+        num_heavy = int(level.keep * level.heavy * num_over) // page_size
         reached = lower(manager, slot, tiers, "reasoning", num_heavy)
         self._reasoning_left = bool((tiers[reached:] > 0).any())
 

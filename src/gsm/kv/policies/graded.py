@@ -1,9 +1,10 @@
 """Think segments go down by age: early finished steps first, later ones later (SPEC K10).
 
-Not one of the policies that judge by attention mass: it is told what the tokens are. Of a thought's finished tokens
-the newest `keep` (a share) can still be read, of which the newest `int8` (a share) are not int4 yet; what is older is
-dropped. When the thought is over its pages go one tier down: out of the hot zone, and from int8 to int4. Tokens outside
-of thoughts are protected; a page goes as far down as its best protected token allows.
+Not one of the policies that judge by attention mass: it is told what tokens are. Of a thought's finished tokens the
+newest `running` (a share) can be read while it runs, of which the newest `int8` (a share) are not int4 yet. When the
+thought is over its pages go one tier down: out of the hot zone, from int8 to int4, and from int4 away but for the
+newest `keep` (a share). Tokens outside of thoughts are protected; a page goes as far down as its best protected token
+allows.
 """
 
 from __future__ import annotations
@@ -26,12 +27,21 @@ class Thinking:
 
 
 def graded_tiers(
-    thoughts: Sequence[Thinking], keep: float, int8: float, min_tokens: int, num_tokens: int, page_size: int
+    thoughts: Sequence[Thinking],
+    keep: float,
+    int8: float,
+    min_tokens: int,
+    num_tokens: int,
+    page_size: int,
+    running: float = 1.0,
 ) -> Tensor:
     """The tier each page of a sequence may rest in at most, int8 `[num_tokens // page_size]`; HOT means: as it is."""
     tiers = torch.zeros(num_tokens, dtype=torch.int8)
     for thought in thoughts:
-        _grade(tiers, thought, keep, int8, 0 if thought.is_over else min_tokens)
+        if thought.is_over:
+            _grade(tiers, thought, keep, 0.0, 0)
+        else:
+            _grade(tiers, thought, running, int8, min_tokens)
     return page_tiers(tiers, page_size)
 
 
@@ -51,7 +61,7 @@ def page_tiers(tiers: Tensor, page_size: int) -> Tensor:
 
 def _grade(tiers: Tensor, thought: Thinking, keep: float, int8: float, min_tokens: int) -> None:
     total = sum(end - start for start, end in thought.steps)
-    kept, warm = max(keep * total, min(min_tokens, total)), 0.0 if thought.is_over else int8 * total
+    kept, warm = max(keep * total, min(min_tokens, total)), int8 * total
     age = 0  # tokens of finished steps that are newer
     for start, end in reversed(thought.steps):
         length = end - start
