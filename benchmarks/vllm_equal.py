@@ -30,6 +30,9 @@ def main() -> int:
     parser.add_argument("--batches", default="1,4")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--chunk-tokens", type=int, default=1024)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--attention", help="vLLM back end, on CUDA: FLASH_ATTN or TRITON_ATTN")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE)
     parser.add_argument("--json", dest="json_path")
     parser.add_argument("--child", choices=("stock", "all"), help=argparse.SUPPRESS)
     told = parser.parse_args()
@@ -38,7 +41,7 @@ def main() -> int:
         return 0
     arms = {name: child(name) for name in ("stock", "all")}
     cases = [compare(a, b) for a, b in zip(arms["stock"]["cases"], arms["all"]["cases"], strict=True)]
-    passed = all(case["equal_tokens"] and case["max_logprob_difference"] <= TOLERANCE for case in cases)
+    passed = all(case["equal_tokens"] and case["max_logprob_difference"] <= told.tolerance for case in cases)
     for case in cases:
         print({name: value for name, value in case.items()})
     print("passed" if passed else "failed", arms["all"]["counters"])
@@ -47,7 +50,7 @@ def main() -> int:
 
         environment = collect_environment(model=told.model, dtype=told.dtype).model_dump(mode="json")
         result = {
-            "kind": "vllm-equal", "environment": environment, "config": ALL, "tolerance": TOLERANCE,
+            "kind": "vllm-equal", "environment": environment, "config": ALL, "tolerance": told.tolerance,
             "cases": cases, "counters": arms["all"]["counters"], "passed": passed,
         }  # fmt: skip
         temporary = Path(told.json_path + ".tmp")
@@ -77,7 +80,7 @@ def run(told: argparse.Namespace) -> dict[str, Any]:
     from vllm import LLM
 
     from gsm.config import load_config
-    from gsm.integrations.vllm.launch import engine_options
+    from gsm.integrations.vllm.launch import block_tokens, engine_options
     from gsm.integrations.vllm.live import live_of
     from gsm.measure.vllm import kv_pool_bytes
     from gsm.models.sources import resolve_source
@@ -85,9 +88,11 @@ def run(told: argparse.Namespace) -> dict[str, Any]:
 
     lengths, batches = ([int(x) for x in text.split(",")] for text in (told.lengths, told.batches))
     source = str(resolve_source(told.model))
-    options: dict[str, Any] = {"block_size": 32}
+    options: dict[str, Any] = {"block_size": block_tokens(told.device)}
     if told.child == "all":
-        options = engine_options(load_config(ALL))
+        options = engine_options(load_config(ALL), told.device)
+    if told.attention:
+        options["attention_backend"] = told.attention
     longest = max(lengths) + told.new_tokens
     llm = LLM(
         model=source, dtype=told.dtype, enforce_eager=True, max_model_len=longest, max_num_seqs=max(batches),

@@ -12,6 +12,7 @@ About 15 minutes on two cores with the demo model (3 kv heads: TP 3); PP runs co
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -95,18 +96,9 @@ def run(name: str, config: dict[str, Any], told: argparse.Namespace, prompts: li
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "gsm.json"
         file.write_text(json.dumps(config))
-        command = [sys.executable, "-m", "gsm", "serve", told.model, "--engine", "vllm", "--config", str(file)]
-        command += [
-            "--port",
-            str(told.port),
-            "--dtype",
-            "float32",
-            "--kv-memory-mib",
-            "512",
-            "--max-running",
-            "4",
-            "--",
-        ]
+        gsm = str(Path(sys.executable).with_name("gsm"))
+        command = [gsm, "serve", told.model, "--engine", "vllm", "--config", str(file), "--port", str(told.port)]
+        command += ["--dtype", "float32", "--kv-memory-mib", "512", "--max-running", "4", "--"]
         command += ["--max-model-len", str(told.prompt_tokens + told.new_tokens + 64)]
         command += [part.format(tp=told.tp) for part in LAYOUTS[name]]
         command += [] if name == "pp" else ["--enforce-eager"]
@@ -123,8 +115,7 @@ def run(name: str, config: dict[str, Any], told: argparse.Namespace, prompts: li
             after = call(url + "/v1/gsm/config")["ranks"]
             metrics = get(url + "/metrics")
         finally:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait(60)
+            stop(server)
     return {
         "first": first,
         "changed": changed,
@@ -133,6 +124,16 @@ def run(name: str, config: dict[str, Any], told: argparse.Namespace, prompts: li
         "replaced": sorted((r["data_parallel_rank"], r["rank"]) for r in ranks),
         "metrics": all(text in metrics for text in ("gsm:read_tokens_total", "vllm:")),
     }
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """End the server and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGTERM)
+    try:
+        server.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
 
 
 def judge(single: dict[str, Any], found: dict[str, Any]) -> dict[str, bool]:

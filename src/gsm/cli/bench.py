@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import click
@@ -79,10 +80,20 @@ def _vllm(arms: str, json_path: str | None, sizes: dict[str, Any]) -> int:
     """Speed only; `gsm eval --engine vllm` measures quality."""
     from gsm.measure.vllm import VllmBenchSpec, bench_vllm
 
-    names = ("model", "prompt_tokens", "new_tokens", "runs", "batch_size", "dtype", "threads", "text", "wait_s")
+    names = (
+        "model",
+        "prompt_tokens",
+        "new_tokens",
+        "runs",
+        "batch_size",
+        "dtype",
+        "device",
+        "threads",
+        "text",
+        "wait_s",
+    )
     with progress_bar() as progress:
-        chosen = tuple(name.strip() for name in arms.split(",") if name.strip())
-        spec = VllmBenchSpec(arms=chosen, chunk_tokens=sizes["chunk_tokens"], **{name: sizes[name] for name in names})
+        spec = VllmBenchSpec(**{f.name: sizes[f.name] for f in fields(VllmBenchSpec) if f.name in sizes})
         result = bench_vllm(spec, progress)
     print_bench(result)
     save(json_path, result)

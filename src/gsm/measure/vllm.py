@@ -19,7 +19,7 @@ from typing import Any
 from gsm.arch import ModelArch, describe
 from gsm.config import GsmConfig, load_config
 from gsm.errors import InputError, MeasurementError
-from gsm.integrations.vllm.launch import engine_options, require_vllm
+from gsm.integrations.vllm.launch import block_tokens, engine_options, require_vllm
 from gsm.measure.bench.arms import resolve_arms
 from gsm.measure.bench.machine import CpuMeter, benchmark_lock, wait_for_quiet
 from gsm.measure.evaluate import EvalSpec, judge
@@ -63,7 +63,9 @@ def evaluate_vllm(spec: EvalSpec, progress: Progress = no_progress) -> EvalResul
     environment = collect_environment(model=spec.model, dtype=spec.dtype, device=spec.device, threads=spec.threads)
     window = plan.fed_tokens + 1
     options = {"max_model_len": window, "max_num_batched_tokens": spec.chunk_tokens}
-    options["kv_cache_memory_bytes"] = kv_pool_bytes(source, 3 * window, spec.dtype)  # a prompt, and what forks add to it
+    options["kv_cache_memory_bytes"] = kv_pool_bytes(
+        source, 3 * window, spec.dtype
+    )  # a prompt, and what forks add to it
     engine = VllmEngine(
         source,
         None,
@@ -140,6 +142,7 @@ class VllmBenchSpec:
     text: str | None = None
     wait_s: float = 60.0
     eager: bool = False
+    device: str = "cpu"
 
 
 def bench_vllm(spec: VllmBenchSpec, progress: Progress = no_progress) -> BenchResult:
@@ -243,7 +246,7 @@ class _Worker:
 
 
 _MARK = "gsm-bench "  # before our lines: vLLM prints too
-_TOLD = ("prompt_tokens", "new_tokens", "batch_size", "dtype", "chunk_tokens", "eager")
+_TOLD = ("prompt_tokens", "new_tokens", "batch_size", "dtype", "chunk_tokens", "eager", "device")
 
 
 def _environment(threads: int | None) -> dict[str, str]:
@@ -262,7 +265,8 @@ def worker_main() -> None:
     from vllm import LLM
 
     config = None if told["config"] is None else load_config(told["config"])
-    options = {"block_size": 32} if config is None else _options(config, "cpu")
+    device = told["device"]
+    options = {"block_size": block_tokens(device)} if config is None else _options(config, device)
     llm = LLM(
         model=told["source"], dtype=told["dtype"], enforce_eager=told["eager"], max_num_seqs=told["batch_size"],
         max_model_len=told["prompt_tokens"] + told["new_tokens"] + 1, max_num_batched_tokens=told["chunk_tokens"],

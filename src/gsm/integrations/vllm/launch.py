@@ -15,7 +15,7 @@ from gsm.errors import ConfigError, ModelError
 from gsm.integrations.vllm.live import KEY, check, evicts
 from gsm.integrations.vllm.plugin import SUPPORTED, version_of
 
-BLOCK_TOKENS = {"cpu": 32, "cuda": 16}  # the smallest blocks each kind of kernel reads well
+_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 WORKER_EXTENSION = "gsm.integrations.vllm.worker.GsmWorkerExtension"
 CONNECTOR = {
     "kv_connector": "GsmConnector",
@@ -59,12 +59,17 @@ def require_vllm() -> None:
     )
 
 
+def block_tokens(device: str) -> int:
+    """Tokens of a block, which is a page here: the smallest the device's kernels read well."""
+    return _BLOCK_TOKENS[device.partition(":")[0]]
+
+
 def engine_options(config: GsmConfig, device: str = "cpu") -> dict[str, Any]:
     """Keyword arguments for `vllm.LLM` that put `config` to work. Raises ConfigError for what vLLM cannot do."""
     check(config)
     options: dict[str, Any] = {
         "additional_config": {KEY: config.model_dump(mode="json", exclude_unset=True)},
-        "block_size": BLOCK_TOKENS[device.partition(":")[0]],
+        "block_size": block_tokens(device),
         "worker_extension_cls": WORKER_EXTENSION,
     }
     if evicts(config):
