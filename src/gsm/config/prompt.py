@@ -13,7 +13,7 @@ class DedupConfig(Section):
     """Repeated passages of one prompt: kept once, referred to afterwards."""
 
     mode: Literal["off", "exact", "near"] = "off"
-    similarity: float = Field(default=0.85, gt=0.0, le=1.0, description="Jaccard similarity of word shingles (near)")
+    similarity: float = Field(default=0.8, gt=0.0, le=1.0, description="Jaccard similarity of word shingles (near)")
     min_words: int = Field(default=12, ge=4, description="shorter passages stay: a reference would be as long")
     code: bool = Field(default=False, description="code and tables too")
 

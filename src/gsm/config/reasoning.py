@@ -54,10 +54,10 @@ class EffortLevel(Section):
 class ReasoningConfig(Section):
     """Grading of think segments.
 
-    Finished early steps go down first (int8, then int4), later ones later; when thinking ends it goes one tier down: int8
-    to int4, and of what is int4 the share that is not kept is dropped. Nothing is dropped while thoughts still build on
-    it unless ``running`` is below 1 (benchmarks/LOG.md has the price). Everything outside think segments is protected:
-    never int4, never dropped.
+    Finished early steps go down first (int8, then int4), later ones later; when thinking ends it goes one tier down:
+    int8 to int4, and of what is int4 the share that is not kept is dropped. Nothing is dropped while later steps still
+    build on it unless ``running`` is below 1 (benchmarks/LOG.md has the price). Everything outside think segments is
+    protected: never int4, never dropped.
     """
 
     enabled: bool = False

@@ -2,8 +2,8 @@
 
 A passage is a block of text between blank lines. Equal ones are found by a hash of their words; near ones by MinHash
 signatures over word shingles (Broder 1997; the `datasketch` library) and then compared exactly. Two passages that
-differ in a number or in a name are never the same, however similar: that is where facts are. Code, tables, the system
-prompt and the last paragraph of the last user message (the question) are left alone; so is anything whose first
+differ in a number, a name or a negation are never the same, however similar: that is where facts are. Code, tables, the
+system prompt and the last paragraph of the last user message (the question) are left alone; so is anything whose first
 occurrence was said at another reasoning effort, because such prompts share no prefix.
 """
 
@@ -28,6 +28,7 @@ _LABEL = re.compile(
     r"\s*[:.)\-]?)\s+",
     re.IGNORECASE,
 )
+_NEGATION = re.compile(r"\b(?:not|no|never|none|nor|neither|without|except|unless|\w+n't)\b")
 _SHINGLE = 4  # words
 _PERMUTATIONS = 128
 
@@ -66,8 +67,9 @@ class Passage:
 
     @cached_property
     def facts(self) -> frozenset[str]:
-        """Numbers and names: words with a digit, and capitalised ones that do not begin a sentence."""
+        """Numbers, names and negations: words with a digit, and capitalised ones that do not begin a sentence."""
         names = re.findall(r"(?<![.!?]\s)(?<!^)\b[A-Z]\w+", self.body)
+        names += _NEGATION.findall(self.body.lower())
         return frozenset(re.findall(r"\w*\d[\w.,:/-]*\w|\d", self.body)) | frozenset(names)
 
 
