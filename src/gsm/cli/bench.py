@@ -80,18 +80,7 @@ def _vllm(arms: str, json_path: str | None, sizes: dict[str, Any]) -> int:
     """Speed only; `gsm eval --engine vllm` measures quality."""
     from gsm.measure.vllm import VllmBenchSpec, bench_vllm
 
-    names = (
-        "model",
-        "prompt_tokens",
-        "new_tokens",
-        "runs",
-        "batch_size",
-        "dtype",
-        "device",
-        "threads",
-        "text",
-        "wait_s",
-    )
+    sizes["arms"] = tuple(name.strip() for name in arms.split(",") if name.strip())
     with progress_bar() as progress:
         spec = VllmBenchSpec(**{f.name: sizes[f.name] for f in fields(VllmBenchSpec) if f.name in sizes})
         result = bench_vllm(spec, progress)
