@@ -35,7 +35,8 @@ class Runner:
         if not self.packable:
             return [[work] for work in works]
         shared: dict[tuple[object, ...], list[Work]] = {}
-        for work in works:
+        # windowed requests first: window smoothing takes single tokens at the beginning of a row in one product
+        for work in sorted(works, key=lambda work: work.sequence.request.terms.window is None):
             request = work.sequence.request
             cache = request.config.cache
             shared.setdefault((cache.recent_tokens, cache.backend, request.sparse.sigma), []).append(work)
