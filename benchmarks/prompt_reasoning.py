@@ -2,7 +2,7 @@
 
     python benchmarks/prompt_reasoning.py --json benchmarks/results/prompt-reasoning.json
 
-The transcripts are written, not generated: a question with a dozen facts, 2000 to 3000 tokens of thinking in steps, and
+The transcripts are written, not generated: a question with a dozen facts, 2000 to 2400 tokens of thinking in steps, and
 an answer that quotes the question and the conclusion. Every arm reads question and thoughts in the same chunks, grading
 as it goes, then the answer is fed to it word by word whatever it would have said; KL is that of the next token against
 the full cache. Recency (sinks and the newest tokens, the rest forgotten) stores its older tokens as int4 too and gets
@@ -168,8 +168,8 @@ def recency(graded: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--transcripts", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--transcripts", type=int, default=16, help="at least 2")
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--efforts", nargs="*", default=["high", "max"])
     parser.add_argument("--threads", type=int)
@@ -177,7 +177,8 @@ def main() -> None:
     arguments = parser.parse_args()
     loaded = load_model(arguments.model, threads=arguments.threads)
     rows: list[dict[str, Any]] = []
-    for number in range(arguments.transcripts):
+    result: dict[str, Any] = {}
+    for number in range(max(2, arguments.transcripts)):
         past, answer, num_think = encode(loaded, write(arguments.seed + number, arguments.rounds))
         full_bytes = (len(past) + len(answer)) * loaded.arch.kv_bytes_per_token(2)
         full = run(loaded, {"cache": {"warm": {"codec": "none"}}}, past, answer)["logits"]
@@ -194,10 +195,18 @@ def main() -> None:
         rows.append(row)
         line = "  ".join(f"{name}: KL {a['kl']:.4f} at {a['resident']:.3f}" for name, a in row["arms"].items())
         print(f"{number + 1}/{arguments.transcripts} {num_think} think tokens  {line}", flush=True)
+        if len(rows) > 1:  # an interval needs two
+            result = report(arguments, loaded, rows)
+    print(json.dumps({"arms": result["arms"], "verdict": result["verdict"]}, indent=1))
+
+
+def report(arguments: argparse.Namespace, loaded: LoadedModel, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of the transcripts so far, written to the result file."""
     result = {
         "benchmark": "prompt_reasoning",
         "command": f"python benchmarks/prompt_reasoning.py --transcripts {arguments.transcripts} "
         f"--json {arguments.json}",
+        "complete": len(rows) == arguments.transcripts,
         "arms": {name: summary([row["arms"][name] for row in rows]) for name in rows[0]["arms"]},
         "verdict": {effort: verdict(rows, effort) for effort in arguments.efforts},
         "transcripts": rows,
@@ -205,8 +214,11 @@ def main() -> None:
             model=loaded.name, dtype="float32", device="cpu", threads=torch.get_num_threads()
         ).model_dump(mode="json"),
     }
-    Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps({"arms": result["arms"], "verdict": result["verdict"]}, indent=1))
+    target = Path(arguments.json)
+    temporary = target.with_name(f".{target.name}.tmp")
+    temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(target)
+    return result
 
 
 def summary(arms: list[dict[str, Any]]) -> dict[str, Any]:
