@@ -185,7 +185,7 @@ class Rollout:
 
     async def _publish(self, number: int, config: GsmConfig) -> Epoch:
         epochs = self.worker.engine.epochs
-        if epochs.touches_model(config):  # hooks may only change between two steps
+        if epochs.touches_model(config) and self.worker.is_running:  # hooks may only change between two steps
             return await self.worker.call(lambda: epochs.publish(number, config))
         return epochs.publish(number, config)
 
