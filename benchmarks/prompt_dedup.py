@@ -2,8 +2,8 @@
 
     python benchmarks/prompt_dedup.py --json benchmarks/results/prompt-dedup.json
 
-40 prompts of ten labelled passages about invented towns, four of which repeat earlier ones (two word for word, two with
-small changes of wording), and a question that one passage answers. The answer's first words are given. Asked is whether
+40 prompts of ten labelled passages about invented things; four repeat earlier ones (two word for word, two with
+a change of wording), and a question that one passage answers. The answer's first words are given. Asked is whether
 the value found is the same in both arms. About 3 minutes on two quiet cores; --prompts 4 for a look.
 """
 
@@ -24,33 +24,28 @@ from gsm.models import load_model
 from gsm.prompt import PromptPipeline
 from gsm.results import collect_environment
 
-TOWNS = ("Velmora", "Harlington", "Ostrava Bay", "Kestrel Point", "Brindle", "Samarra", "Lindholm", "Tavira", "Corvale",
-         "Marston", "Elverum", "Dunmore", "Pellworth", "Redmere", "Alvesta", "Norwick")  # fmt: skip
-RIVERS = ("Tamar", "Isar", "Drava", "Ebro", "Clyde", "Meuse", "Tagus", "Oder", "Severn", "Rhone", "Neman", "Tiber")
-FOUNDERS = ("King Oswald", "Queen Matilda", "Bishop Anselm", "Captain Moreau", "Duke Leopold", "Abbot Benedict",
-            "Countess Irma", "Admiral Hale")  # fmt: skip
-GOODS = ("cheese", "glass", "paper", "honey", "wool", "salt", "pottery", "leather", "silk", "copper")
-FESTIVALS = ("lantern", "harvest", "kite", "boat", "flower", "snow", "music", "candle")
-QUESTIONS = (
-    ("Which river does {town} lie on?", "{town} lies on the river", "river"),
-    ("Who founded {town}?", "{town} was founded by", "founder"),
-    ("What is {town} known for?", "{town} is known for its", "good"),
-)
+# six kinds of passages, so that a model of 135M parameters does not take one for another:
+# name, what is said of it, what is asked, how the answer begins, values
+KINDS: tuple[tuple[str, str, str, str, str], ...] = (
+    ("Velmora Harlington Lindholm Corvale", "The town of {n} lies on the river {v}. Its first bridge is of {y}.",
+     "Which river does the town of {n} lie on?", "The town of {n} lies on the river", "Tamar Isar Drava Ebro Clyde"),
+    ("Albatross Meridian Swallow Polaris", "The ship {n} was sailed by Captain {v}, who bought it in {y}.",
+     "Who was the captain of the ship {n}?", "The ship {n} was sailed by Captain", "Moreau Hale Brandt Silva Larsen"),
+    ("Fenwick Okada Petrov Marlowe", "The inventor {n} built the first {v} of the country in {y}.",
+     "What did the inventor {n} build?", "The inventor {n} built the first", "telescope piano bicycle clock camera"),
+    ("Grauhorn Silverpeak Monteverde Tindfell", "The mountain {n} is home to many {v}, first counted in {y}.",
+     "Which animals live on the mountain {n}?", "The mountain {n} is home to many", "eagles wolves goats owls bears"),
+    ("Osterfest Lumina Carnova Midwinter", "The festival {n} is held every {v}, since the year {y}.",
+     "When is the festival {n} held?", "The festival {n} is held every", "March April June August October"),
+    ("Redmere Kingsley Aldous Tavira", "The museum {n} shows a famous collection of {v}, given in {y}.",
+     "What does the museum {n} show?", "The museum {n} shows a famous collection of", "coins maps masks swords dolls"),
+)  # fmt: skip
 SHOTS = (
-    "Visitors come from far away every summer, and the old market square is full of people until late in the evening.",
-    "The houses along the main street are painted in bright colors, and most of them are two hundred years old.",
-    "In winter the roads are quiet, the school children skate on the pond and the bells ring every day at noon.",
+    "Many people come from far away to see it every year, and the local paper writes about it all through the summer.",
+    "There are pictures of it in bright colors in every shop, and the children of the region learn about it at school.",
+    "In winter it is quiet there, and only a few friends meet in the evening to drink tea and talk about the old days.",
 )
-NEAR = (("far away", "far off"), ("bright colors", "vivid colors"), ("are quiet", "are very quiet"))
-
-
-@dataclass(frozen=True)
-class Town:
-    name: str
-    river: str
-    founder: str
-    good: str
-    text: str
+NEAR = (("bright colors", "vivid colors"),)
 
 
 @dataclass(frozen=True)
@@ -60,32 +55,22 @@ class Task:
     value: str
 
 
-def make_town(name: str, rng: random.Random, river: str, good: str) -> Town:
-    founder, year = rng.choice(FOUNDERS), rng.randrange(1100, 1800)
-    text = (
-        f"{name} is a town that lies on the river {river}. It was founded in {year} by {founder}, who built the first "
-        f"bridge there. {name} is known for its {good}, which is sold in the whole country. "
-        f"{' '.join(rng.sample(SHOTS, 2))} Every year the town holds its {rng.choice(FESTIVALS)} festival."
-    )
-    return Town(name, river, founder, good, text)
-
-
 def make_task(rng: random.Random) -> Task:
-    names, rivers, goods = rng.sample(TOWNS, 6), rng.sample(RIVERS, 6), rng.sample(GOODS, 6)
-    towns = [make_town(*facts) for facts in zip(names, [rng] * 6, rivers, goods, strict=True)]
-    repeated = rng.sample(towns, 4)
-    order = [town.text for town in towns]
-    for index, town in enumerate(repeated):
-        text = town.text
-        if index >= 2:
-            for word, other in NEAR:
-                text = text.replace(word, other)
-        order.insert(rng.randrange(order.index(town.text) + 1, len(order) + 1), text)
+    texts, questions = [], []
+    for names, said, question, opening, values in KINDS:
+        name, value = rng.choice(names.split()), rng.choice(values.split())
+        facts = {"n": name, "v": value, "y": rng.randrange(1100, 1900)}
+        texts.append(f"{said.format(**facts)} {' '.join(rng.sample(SHOTS, 3))}")
+        questions.append((question.format(**facts), opening.format(**facts), value))
+    order = rng.sample(texts, len(texts))
+    for index, text in enumerate(rng.sample(texts, 4)):
+        again = text
+        for word, other in NEAR if index >= 2 else ():
+            again = again.replace(word, other)
+        order.insert(rng.randrange(order.index(text) + 1, len(order) + 1), again)
     passages = "\n\n".join(f"Passage {number}: {text}" for number, text in enumerate(order, 1))
-    asked = rng.choice(towns)
-    question, opening, field = rng.choice(QUESTIONS)
-    content = f"Read these passages.\n\n{passages}\n\n{question.format(town=asked.name)}"
-    return Task(content, opening.format(town=asked.name), getattr(asked, field))
+    question, opening, value = rng.choice(questions)
+    return Task(f"Read these passages.\n\n{passages}\n\n{question}", opening, value)
 
 
 def main() -> None:
