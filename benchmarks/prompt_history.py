@@ -32,18 +32,18 @@ from gsm.prompt import PromptPipeline
 from gsm.results import collect_environment
 from gsm.stats import bootstrap_mean_ci, percentile
 
-# what is told, what is asked, how the answer begins, four values
-FACTS: tuple[tuple[str, str, str, str], ...] = (
-    ("My dog is called {}.", "What is my dog called?", "Your dog is called", "Biscuit Rocket Pepper Shadow"),
-    ("My sister lives in {}.", "Where does my sister live?", "Your sister lives in", "Oslo Madrid Kyoto Lima"),
-    ("My favorite color is {}.", "What is my favorite color?", "Your favorite color is", "purple orange silver green"),
-    ("My best friend is {}.", "What is my best friend's name?", "Your best friend is", "Oliver Sophia Charlie Emma"),
-    ("My favorite fruit is {}.", "What is my favorite fruit?", "Your favorite fruit is", "mango cherry banana lemon"),
-    ("My locker number is {}.", "What is my locker number?", "Your locker number is", "4827 9153 6302 7741"),
-    ("My flight number is {}.", "What is my flight number?", "Your flight number is", "815 462 937 208"),
-    ("My door code is {}.", "What is my door code?", "Your door code is", "59204 31877 86420 14539"),
-    ("My room number is {}.", "What is my room number?", "Your room number is", "312 745 128 609"),
-    ("My ticket number is {}.", "What is my ticket number?", "Your ticket number is", "70615 23984 51270 98346"),
+# what a fact is about, and four values; the wording is that of `gsm.quality.needles`, which the demo model can follow
+FACTS: tuple[tuple[str, str], ...] = (
+    ("Emma's dog", "Biscuit Rocket Pepper Shadow"),
+    ("Oliver's favorite city", "Oslo Madrid Kyoto Lima"),
+    ("Sophia's favorite color", "purple orange silver green"),
+    ("Charlie's best friend", "Henry Julia Victor Martha"),
+    ("Napoleon's secret word", "mango cherry banana lemon"),
+    ("Mozart's ticket number", "48271 91536 63024 77418"),
+    ("Apollo's flight number", "81520 46293 93748 20861"),
+    ("Berlin's secret code", "59204 31877 86420 14539"),
+    ("Einstein's house number", "31264 74585 12896 60937"),
+    ("Cairo's locker number", "70615 23984 51270 98346"),
 )
 ASKS = ("What does the manual say about {}?", "Tell me about {}, please.", "And what about {}?", "Please explain {}.")
 SYSTEM = "You are a helpful assistant. You answer questions and remember what the user tells you."
@@ -79,20 +79,20 @@ def make_chats(tokenizer: Any, count: int, chat_tokens: int, num_turns: int, see
 def _make_chat(
     tokenizer: Any, rng: random.Random, known: list[Any], number: int, chat_tokens: int, num_turns: int
 ) -> Chat:
-    told, asked, opening, values = FACTS[number % len(FACTS)]
+    what, values = FACTS[number % len(FACTS)]
     value = values.split()[number // len(FACTS) % 4]
     answer_tokens = (chat_tokens - 120) // (num_turns - 1) - 24
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
     for turn, (name, prose) in enumerate(rng.sample(known, num_turns - 1), 1):
         question = rng.choice(ASKS).format(name)
         if turn == 2:
-            question = f"By the way, please remember this: {told.format(value)} {question}"
+            question = f"Please remember this fact:\n{what} is {value}.\n\n{question}"
         messages += [
             {"role": "user", "content": question},
             {"role": "assistant", "content": _answer(tokenizer, prose, answer_tokens)},
         ]
-    messages.append({"role": "user", "content": f"I told you something about me earlier. {asked}"})
-    return Chat(messages, opening, value)
+    messages.append({"role": "user", "content": f"What is {what}?"})
+    return Chat(messages, f"Facts from the text above:\n{what} is", value)
 
 
 def _answer(tokenizer: Any, prose: list[str], num_tokens: int) -> str:
