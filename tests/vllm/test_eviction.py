@@ -103,7 +103,9 @@ class TestRecent:
         while waiting or engine.has_unfinished_requests():
             while waiting and len(alive) < 6 and rng.random() < 0.7:
                 name = f"x{len(waiting)}"
-                parameters = SamplingParams(max_tokens=rng.randint(1, 60), ignore_eos=True, detokenize=False, seed=1)
+                parameters = SamplingParams(
+                    temperature=0.0, max_tokens=rng.randint(1, 60), ignore_eos=True, detokenize=False
+                )
                 engine.add_request(name, {"prompt_token_ids": waiting.pop()}, parameters)
                 alive.add(name)
             alive -= {answer.request_id for answer in engine.step() if answer.finished}
