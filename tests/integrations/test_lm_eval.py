@@ -66,7 +66,8 @@ def test_a_tight_budget_changes_scores(demo: LoadedModel, tmp_path: Path) -> Non
     config = tmp_path / "tight.json"
     tight = {"sink_tokens": 1, "hot_size": 16, "recent_tokens": 16, "policy": "recent", "cold": "drop"}
     config.write_text(json.dumps({"cache": tight}))
-    context = "Emma's phone number is 49755.\n" + topics["assert"][:1500] + "\nEmma's phone number is"
+    filler = topics["assert"]  # the first page stays as a sink, so the fact comes behind it
+    context = filler[:300] + "\nEmma's phone number is 49755.\n" + filler[300:1500] + "\nEmma's phone number is"
     request = Instance(request_type="loglikelihood", doc={}, arguments=(context, " 49755"), idx=0)
     full, dropped = (
         GsmLM("demo", config=name).loglikelihood([request], disable_tqdm=True)[0][0] for name in ("full", str(config))

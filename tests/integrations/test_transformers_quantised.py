@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from generation import FULL, assert_equal_run, prompt, run, run_gsm, small
+from generation import FULL, prompt, run, run_gsm, small
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import QuantizedCache
 
 import gsm
 from gsm.errors import AttachError, InputError, ModelError
 from gsm.integrations.transformers.refusals import check_cache
-from gsm.models import load_model
+from gsm.models import LoadedModel, load_model
 from gsm.models import quantised as quantised_module
 from gsm.models.quantised import QUANTISATIONS, quantization_config
 
@@ -28,11 +28,28 @@ def _needs(package: str) -> pytest.MarkDecorator:
 
 
 def _check(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int = 16) -> None:
-    """Full cache: the tokens of the same quantised model without GSM. Tiers and sparse: it runs and holds together."""
-    assert_equal_run(run_gsm(model, FULL, ids, new_tokens), run(model, ids, new_tokens), tolerance=1e-3)
+    """Full cache: the tokens of the same quantised model without GSM. Tiers and sparse: it runs and holds together.
+
+    Back ends that round activations too turn a difference in the last bit into one of a whole step, so logits may be as
+    far apart as the model's own are when it reads the prompt in two chunks.
+    """
+    plain, ours = run(model, ids, new_tokens), run_gsm(model, FULL, ids, new_tokens)
+    assert torch.equal(ours[0], plain[0])
+    model.generation_config.prefill_chunk_size = ids.shape[1] // 2
+    chunked = run(model, ids, new_tokens)
+    model.generation_config.prefill_chunk_size = None
+    assert _distance(ours, plain) <= max(1e-3, 1.5 * _distance(chunked, plain))
     config = small(sparse={"enabled": True, "budget_tokens": 32})
     _, logits = run_gsm(model, config, ids, new_tokens)
     assert torch.isfinite(logits).all()
+
+
+def _distance(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """Largest difference of logits up to the first token that differs."""
+    same = (one[0] == other[0]).all(0)[-other[1].shape[1] :]
+    num_equal = other[1].shape[1] if bool(same.all()) else int((~same).nonzero()[0]) + 1
+    difference = (one[1] - other[1])[:, :num_equal].abs()
+    return float(difference[torch.isfinite(difference)].max())
 
 
 @pytest.mark.slow
@@ -51,14 +68,16 @@ def test_gguf_blocks_kept_as_they_are(demo_gguf: Path, text_ids: torch.Tensor) -
 
 @_needs("gptqmodel")
 @pytest.mark.slow
-def test_gptq(tmp_path: Path, tiny_model: Any) -> None:
+def test_gptq(tmp_path: Path, tiny_model: Any, demo: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny checkpoint quantised by gptqmodel and loaded through transformers."""
+    monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")  # its own default on two cores is too few for it to start
     from gptqmodel import GPTQModel, QuantizeConfig
 
     source, target = tmp_path / "plain", tmp_path / "gptq"
     tiny_model(
         "llama", num_hidden_layers=2, hidden_size=128, num_attention_heads=4, head_dim=32, intermediate_size=256
     ).save_pretrained(source)
+    demo.tokenizer.save_pretrained(source)  # gptqmodel wants one, whatever it says
     rows = [{"input_ids": prompt(64, seed=s)[0].tolist(), "attention_mask": [1] * 64} for s in range(8)]
     quantiser = GPTQModel.load(str(source), QuantizeConfig(bits=4, group_size=32), device="cpu")
     quantiser.quantize(rows, batch_size=1)
