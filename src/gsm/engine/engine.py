@@ -345,7 +345,8 @@ class Engine:
         text = Detokenizer(self.loaded.tokenizer, request.prompt_ids, sampling.stop, sampling.skip_special_tokens)
         state = SamplerState(sampling, self.eos_ids, request.prompt_ids, index)
         sequence = Sequence(request, index, text, state, list(request.prompt_ids))
-        state.num_top = max(sampling.logprobs or 0, NUM_TOP) if sequence.records else sampling.logprobs
+        if sequence.records:
+            state.num_top = max(sampling.logprobs or 0, NUM_TOP)
         sequence.grader = make_grader(
             self.loaded.tokenizer, request.config.reasoning, request.effort, request.lowered, self._pieces
         )

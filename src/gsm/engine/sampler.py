@@ -28,10 +28,11 @@ class SamplerState:
     prompt_ids: Seq[int]
     index: int = 0
     random: random.Random = field(init=False)
-    num_top: int | None = None  # alternatives to report beside each token, None: nothing
+    num_top: int | None = field(init=False)  # alternatives to report beside each token, None: nothing
     counts: Counter[int] = field(default_factory=Counter)  # generated tokens
 
     def __post_init__(self) -> None:
+        self.num_top = self.params.logprobs  # an answer that is to be scored reports more
         seed = self.params.seed
         self.random = random.Random(None if seed is None else f"{seed}/{self.index}")
 
