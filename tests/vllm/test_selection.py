@@ -79,15 +79,16 @@ class TestChoose:
 class TestCompiled:
     @pytest.mark.parametrize("lengths", [[150], [151, 77, 40], [9, 160]])
     @pytest.mark.parametrize("budget", [{"budget_tokens": 56}, {"budget_fraction": 1.0}])
-    def test_equals_the_tensor_functions(self, lengths: list[int], budget: dict[str, float]) -> None:
+    @pytest.mark.parametrize("scorer", ["clusters", "anchor", "mean_sigma", "minmax"])
+    def test_equals_the_tensor_functions(self, scorer: str, lengths: list[int], budget: dict[str, float]) -> None:
         numba = pytest.importorskip("gsm.integrations.vllm.selection_numba", reason="needs numba")
-        summaries, _ = a_store()
+        summaries, _ = a_store(scorer)
         rows = some_rows(lengths, **budget)
         torch.manual_seed(3)
         query = torch.randn(len(lengths), HEADS, GROUP, DIM)
         pages = head_pages(torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM))
         prepared = numba.Prepared(rows, HEADS)
-        numba.CompiledSelection(summaries, pages)(query, 0.3, rows, prepared)
+        numba.CompiledSelection(summaries, pages)(query, 0.3, prepared)
         scores = page_scores(query * 0.3, rows, summaries)
         for b, length in enumerate(lengths):
             known = (length - 1) // BLOCK

@@ -18,13 +18,13 @@ from gsm.core.scorers import NUM_CLUSTERS
 from gsm.core.team import run_team
 from gsm.core.view import AttentionSpec, KVView, Selection
 
-_MODES = {
+MODES = {
     "clusters": kernels.CLUSTERS,
     "anchor": kernels.ANCHOR,
     "mean_sigma": kernels.MEAN_SIGMA,
     "minmax": kernels.MINMAX,
 }
-_PARTS = {"clusters": NUM_CLUSTERS, "anchor": 2}  # logits that make up a page's score; 1 elsewhere
+PARTS = {"clusters": NUM_CLUSTERS, "anchor": 2}  # logits that make up a page's score; 1 elsewhere
 _CODECS = {"none": kernels.NONE, "int8": kernels.INT8, "int4": kernels.INT4}
 
 
@@ -43,7 +43,7 @@ class NumbaAttention(DecodeAttention):
         """float32 and bfloat16 pages without windows, soft-caps, sink logits or gaps, K and V stored."""
         plain = spec.most_visible is None and spec.softcap is None and spec.sink_logits is None
         plain = plain and spec.value_dims is None and not view.has_skips and view.cold is None
-        return plain and view.hot["k"].dtype in (torch.float32, torch.bfloat16) and view.scorer.name in _MODES
+        return plain and view.hot["k"].dtype in (torch.float32, torch.bfloat16) and view.scorer.name in MODES
 
     def decode(self, query: Tensor, view: KVView, spec: AttentionSpec, selection: Selection | None) -> DecodeResult:
         plan = view.scratch.get("numba_plan")
@@ -79,8 +79,8 @@ class _Plan:
             max_pages=view.max_pages,
             width=width,
             num_chunks=num_chunks,
-            mode=_MODES[view.scorer.name] if selection is not None else kernels.ALL,
-            num_parts=_PARTS.get(view.scorer.name, 1),
+            mode=MODES[view.scorer.name] if selection is not None else kernels.ALL,
+            num_parts=PARTS.get(view.scorer.name, 1),
             num_sinks=selection.num_sink_pages if selection is not None else 0,
             recent_tokens=selection.recent_tokens if selection is not None else 0,
             sigma=view.scorer.sigma,

@@ -183,6 +183,11 @@ def _seq_len(a, stream):
 
 
 @_helper
+def _num_pages(a, stream):
+    return (_seq_len(a, stream) + a.page_size - 1) // a.page_size
+
+
+@_helper
 def _table_row(a, stream):
     """Page ids of a stream, int32 `[max_pages]`."""
     slot, head = _int64(a.slots, (a.batch,))[stream // a.num_kv_heads], stream % a.num_kv_heads
@@ -562,11 +567,10 @@ def _score_item(a, stream, chunk):
 
 
 @_helper
-def _choose_item(a, stream):
-    """Choose the pages of a stream whose scores are complete."""
+def _choose_item(a, stream, joined):
+    """Choose the pages of a stream whose scores are complete; `joined [num_pages]` takes one score per page."""
     length = _seq_len(a, stream)
-    num_pages, known = (length + a.page_size - 1) // a.page_size, (length - 1) // a.page_size
-    joined = np.empty(num_pages, np.float32)
+    num_pages, known = _num_pages(a, stream), (length - 1) // a.page_size
     first_recent = np.int64(0)
     if a.mode != ALL:
         _join_group(a.mode, _scores(a, stream), known, joined)
@@ -654,7 +658,7 @@ def _decode(arguments):
             if a.mode != ALL:
                 _score_item(a, stream, item % a.num_chunks)
             if add_to(unscored + 8 * stream, -1) == 1:
-                _choose_item(a, stream)
+                _choose_item(a, stream, np.empty(_num_pages(a, stream), np.float32))
                 add_to(unscored + 8 * stream, -1)
         else:
             item -= num_items
@@ -666,8 +670,29 @@ def _decode(arguments):
                 _join_item(a, stream)
 
 
+def _select(arguments):
+    """Scores and choices alone, for a runtime that attends by itself: one thread, one chunk, no counters.
+
+    `mass` float32 [B, H, max_pages] takes the score of every page instead.
+    """
+    a = carray(arguments, 1)[0]
+    for stream in range(a.batch * a.num_kv_heads):
+        _score_item(a, stream, 0)
+        _choose_item(a, stream, _float32(a.mass + 4 * stream * a.max_pages, (a.max_pages,)))
+
+
 @lru_cache(maxsize=1)
 def entry_point():
     """The compiled `_decode`, whose `address` a team enters. Compiles it, or loads it from numba's cache."""
+    return _compiled(_decode)
+
+
+@lru_cache(maxsize=1)
+def selection_entry_point():
+    """The same for `_select`, which one thread enters."""
+    return _compiled(_select)
+
+
+def _compiled(function):
     signature = types.void(types.CPointer(numba.from_dtype(ARGUMENTS)))
-    return numba.cfunc(signature, cache=True, fastmath=_FAST, error_model="numpy")(_decode)
+    return numba.cfunc(signature, cache=True, fastmath=_FAST, error_model="numpy")(function)

@@ -29,9 +29,14 @@ def run_team(function: int, argument: int) -> None:
     threads = torch.get_num_threads()
     fork = _fork_function() if threads > 1 else None
     if fork is None:
-        _single(function)(argument)
+        run_alone(function, argument)
     else:
         fork(function, argument, threads, 0)
+
+
+def run_alone(function: int, argument: int) -> None:
+    """The same on the calling thread only."""
+    _single(function)(argument)
 
 
 @lru_cache(maxsize=64)

@@ -180,7 +180,7 @@ class LayerState:
         num_heads = self.cache.shape[1]
         grouped = query.unflatten(1, (num_heads, -1))
         if self.compiled is not None and plan.prepared is not None:
-            self.compiled(grouped, self.impl.scale, plan.rows, plan.prepared)
+            self.compiled(grouped, self.impl.scale, plan.prepared)
             plan.tables.copy_(plan.prepared.pages.flatten(0, 1))
             scores = plan.prepared.shares
         else:

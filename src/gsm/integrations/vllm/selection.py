@@ -15,17 +15,22 @@ from gsm.integrations.vllm.summaries import Summaries
 class Rows:
     """Requests that read a selection in this step; the same for every layer.
 
-    `tables int32/int64 [B, P]`: physical blocks. `lengths int64 [B]`: tokens, the newest included. `counts int64 [B]`:
-    blocks to read. `first_recent int64 [B]`: the block from which on everything is read.
+    `tables int64 [B, P]`: physical blocks. `lengths int64 [B]`: tokens, the newest included. `counts int64 [B]`: blocks
+    to read.
     """
 
     tables: Tensor
     lengths: Tensor
     counts: Tensor
-    first_recent: Tensor
+    recent_tokens: int
     num_sinks: int
     block_size: int
     width: int  # the largest count
+
+    @property
+    def first_recent(self) -> Tensor:
+        """The block from which on everything is read, `[B]`."""
+        return (self.lengths - self.recent_tokens).clamp_min(0) // self.block_size
 
     @property
     def last(self) -> Tensor:
@@ -50,11 +55,10 @@ def plan_rows(config: CacheConfig, tables: Tensor, lengths: list[int], block_siz
     """Rows of requests with `lengths` tokens whose blocks are `tables [B, P]`."""
     counts = [blocks_to_read(config, n, block_size) for n in lengths]
     tensor = torch.tensor([lengths, counts], device=tables.device)
-    recent = (tensor[0] - config.recent_tokens).clamp_min(0) // block_size
     columns = -(-max(lengths) // block_size)
     return Rows(
-        *(tables[:, :columns], tensor[0], tensor[1], recent, -(-config.sink_tokens // block_size)),
-        *(block_size, max(counts)),
+        *(tables[:, :columns], tensor[0], tensor[1], config.recent_tokens),
+        *(-(-config.sink_tokens // block_size), block_size, max(counts)),
     )
 
 
