@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from conftest import build_tiny_model
 from gsm.models import resolve_source
-from gsm.quality import SessionStats
+from gsm.quality import SessionStats, score_by_steps
+from support_models import build_tiny_model
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
@@ -59,7 +59,7 @@ class RuleSession:
         return self.arm.rule(self.calls)[None]
 
     def score(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.step(token[None])[0] for token in ids[0].split(1)])[None]
+        return score_by_steps(self, ids)
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         self.calls.append(("step", ids[0].tolist()))

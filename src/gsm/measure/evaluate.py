@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gsm.errors import InputError
 from gsm.measure.bench.arms import make_arm, resolve_arm
 from gsm.models import load_model
 from gsm.quality import MIN_WINDOWS, Assessment, PlainArm, Progress, QualityPlan, encode, load_thirds, no_progress
-from gsm.results import EvalResult, NeedlePair, Quality, Tolerance, Workload, collect_environment, load_average
+from gsm.results import (
+    Environment,
+    EvalResult,
+    NeedlePair,
+    Quality,
+    Tolerance,
+    Workload,
+    collect_environment,
+    load_average,
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,18 @@ def evaluate(spec: EvalSpec, progress: Progress = no_progress) -> EvalResult:
         plan,
         progress,
     )
+    return assess(assessment, spec, environment, arm.name, arm.config_dict(), thirds.sha256("evaluation"))
+
+
+def assess(
+    assessment: Assessment,
+    spec: EvalSpec,
+    environment: Environment,
+    arm: str,
+    config: dict[str, Any] | None,
+    text_sha256: str,
+) -> EvalResult:
+    """Run an assessment and judge the arm of that name, wherever it runs."""
     interrupted = False
     try:
         assessment.run()
@@ -65,7 +87,7 @@ def evaluate(spec: EvalSpec, progress: Progress = no_progress) -> EvalResult:
         if not assessment.has_results:
             raise
         interrupted = True
-    quality = assessment.results()[arm.name]
+    quality = assessment.results()[arm]
     failures = judge(quality, spec.tolerance)
     if interrupted:
         failures.append(f"interrupted after {quality.n_windows} windows and {quality.n_needles} needles per case")
@@ -77,9 +99,9 @@ def evaluate(spec: EvalSpec, progress: Progress = no_progress) -> EvalResult:
             runs=1,
             batch_size=1,
             prefill_chunk_tokens=spec.chunk_tokens,
-            text_sha256=thirds.sha256("evaluation"),
+            text_sha256=text_sha256,
         ),
-        config=arm.config_dict(),
+        config=config,
         tolerance=spec.tolerance,
         quality=quality,
         passed=not failures,

@@ -22,7 +22,7 @@ from gsm.errors import InputError, MeasurementError
 from gsm.integrations.vllm.launch import block_tokens, engine_options, require_vllm
 from gsm.measure.bench.arms import resolve_arms
 from gsm.measure.bench.machine import CpuMeter, benchmark_lock, wait_for_quiet
-from gsm.measure.evaluate import EvalSpec, judge
+from gsm.measure.evaluate import EvalSpec, assess
 from gsm.models.sources import resolve_source
 from gsm.quality import Assessment, Progress, QualityPlan, encode, load_thirds, no_progress
 from gsm.results import (
@@ -81,31 +81,8 @@ def evaluate_vllm(spec: EvalSpec, progress: Progress = no_progress) -> EvalResul
     candidate = VllmArm(engine, arm.config, arm.name)
     text_ids = encode(tokenizer, thirds.evaluation)
     assessment = Assessment(reference, [candidate], tokenizer, text_ids, plan, progress)
-    interrupted = False
-    try:
-        assessment.run()
-    except KeyboardInterrupt:
-        if not assessment.has_results:
-            raise
-        interrupted = True
-    quality = assessment.results()[arm.name]
-    failures = judge(quality, spec.tolerance)
-    if interrupted:
-        failures.append(f"interrupted after {quality.n_windows} windows and {quality.n_needles} needles per case")
-    workload = Workload(
-        prompt_tokens=spec.prompt_tokens, new_tokens=0, runs=1, batch_size=1,
-        prefill_chunk_tokens=spec.chunk_tokens, text_sha256=thirds.sha256("evaluation"),
-    )  # fmt: skip
-    return EvalResult(
-        environment=environment.model_copy(update={"load_average_after": load_average()}),
-        workload=workload,
-        config={"engine": "vllm", **(arm.config_dict() or {})},
-        tolerance=spec.tolerance,
-        quality=quality,
-        passed=not failures,
-        failures=tuple(failures),
-        interrupted=interrupted,
-    )
+    config = {"engine": "vllm", **(arm.config_dict() or {})}
+    return assess(assessment, spec, environment, arm.name, config, thirds.sha256("evaluation"))
 
 
 def _arch(source: str) -> ModelArch:

@@ -2,7 +2,17 @@
 
 from gsm.quality.assess import MIN_WINDOWS, Assessment, QualityPlan
 from gsm.quality.needles import NeedleOutcome, NeedlePlan, needles
-from gsm.quality.sessions import Arm, GsmArm, ModelSession, PlainArm, Progress, Session, SessionStats, no_progress
+from gsm.quality.sessions import (
+    Arm,
+    GsmArm,
+    ModelSession,
+    PlainArm,
+    Progress,
+    Session,
+    SessionStats,
+    no_progress,
+    score_by_steps,
+)
 from gsm.quality.smoothed import SmoothedArm, calibration_samples
 from gsm.quality.teacher_forced import WindowPlan, WindowScore, teacher_forced
 from gsm.quality.texts import TextThirds, encode, load_thirds
@@ -29,5 +39,6 @@ __all__ = [
     "load_thirds",
     "needles",
     "no_progress",
+    "score_by_steps",
     "teacher_forced",
 ]

@@ -65,6 +65,11 @@ class Session(Protocol):
     def stats(self) -> SessionStats: ...
 
 
+def score_by_steps(session: Session, ids: torch.Tensor) -> torch.Tensor:
+    """`Session.score` of one sequence for runtimes that give the logits of the last position only."""
+    return torch.stack([session.step(token[None])[0] for token in ids[0].split(1)])[None]
+
+
 class Arm(Protocol):
     """One way to run a model."""
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from gsm.config import GsmConfig, load_config
 from gsm.integrations.vllm.drive import Turn, VllmEngine
 from gsm.integrations.vllm.live import evicts
-from gsm.quality.sessions import Session, SessionStats
+from gsm.quality.sessions import Session, SessionStats, score_by_steps
 
 REFERENCE = "vllm"
 
@@ -60,7 +59,7 @@ class VllmSession:
         return self._begin()[None]
 
     def score(self, ids: Tensor) -> Tensor:
-        return torch.stack([self.step(token[None])[0] for token in ids[0].split(1)])[None]
+        return score_by_steps(self, ids)
 
     def step(self, ids: Tensor) -> Tensor:
         if self._turn is None or not self._turn.open:

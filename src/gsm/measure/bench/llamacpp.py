@@ -20,7 +20,16 @@ from gsm.errors import InputError
 from gsm.integrations.llamacpp import Endless, EndlessOptions, load_gguf
 from gsm.measure.bench.machine import CpuMeter, benchmark_lock, wait_for_quiet
 from gsm.measure.bench.timing import timed_run
-from gsm.quality import Assessment, Progress, QualityPlan, Session, SessionStats, load_thirds, no_progress
+from gsm.quality import (
+    Assessment,
+    Progress,
+    QualityPlan,
+    Session,
+    SessionStats,
+    load_thirds,
+    no_progress,
+    score_by_steps,
+)
 from gsm.results import ArmResult, BenchResult, Quality, Samples, Spread, Workload, collect_environment, load_average
 
 REFERENCE = "whole"
@@ -72,7 +81,7 @@ class GgufSession:
         return torch.from_numpy(self._endless.feed(ids[0].tolist()))[None]
 
     def score(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.step(token[None])[0] for token in ids[0].split(1)])[None]
+        return score_by_steps(self, ids)
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         return self.prefill(ids)
