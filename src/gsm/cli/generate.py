@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -109,18 +108,12 @@ def _llamacpp(
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     """The prompt from one of the two options. Raises InputError."""
     from gsm.errors import InputError
+    from gsm.results import read_text
 
     if (prompt is None) == (prompt_file is None):
         raise InputError("give exactly one of --prompt and --prompt-file")
     if prompt_file is not None:
-        try:
-            prompt = Path(prompt_file).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise InputError(f"prompt file {prompt_file} does not exist") from None
-        except UnicodeDecodeError:
-            raise InputError(f"prompt file {prompt_file} is not UTF-8; convert it first") from None
-        except OSError as error:
-            raise InputError(f"prompt file {prompt_file} cannot be read: {error.strerror}") from None
+        prompt = read_text(prompt_file, "prompt file")
     assert prompt is not None
     if not prompt.strip():
         raise InputError("the prompt is empty; give at least one word")

@@ -8,6 +8,7 @@ from typing import Any
 
 from gsm.errors import InputError
 from gsm.prompt.lint import Conversation
+from gsm.results import read_text
 
 _TEMPLATE_FIELDS = ("tools", "reasoning_effort")
 _ENVELOPES = ("body", "request", "payload")  # where logs and batch files keep the request itself
@@ -16,14 +17,7 @@ _ENVELOPES = ("body", "request", "payload")  # where logs and batch files keep t
 def read_conversations(path: str | Path) -> list[Conversation]:
     """All conversations of a JSON or JSON-lines file. Raises InputError naming the line that is none."""
     source = Path(path)
-    try:
-        text = source.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"prompt file {source} does not exist") from None
-    except UnicodeDecodeError:
-        raise InputError(f"prompt file {source} is not UTF-8; convert it first") from None
-    except OSError as error:
-        raise InputError(f"prompt file {source} cannot be read: {error.strerror}") from None
+    text = read_text(source, "prompt file")
     found = [_conversation(item, f"{source}, {where}") for where, item in _items(text, source)]
     if not found:
         raise InputError(f"prompt file {source} is empty; give a request with messages, or one per line")

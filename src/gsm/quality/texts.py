@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gsm.errors import InputError
+from gsm.results import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +48,7 @@ def load_thirds(path: str | Path | None = None) -> TextThirds:
     Cuts fall on the paragraph border nearest to each third. Raises InputError for a file that cannot be read or is too
     short.
     """
-    name, text = _topics() if path is None else _read(Path(path))
+    name, text = _topics() if path is None else (Path(path).name, read_text(path, "text file"))
     if len(text) < _MIN_CHARACTERS:
         raise InputError(
             f"{name} holds {len(text)} characters; measuring needs at least {_MIN_CHARACTERS}, give a longer text"
@@ -66,17 +67,6 @@ def _topics() -> tuple[str, str]:
     from pydoc_data.topics import topics
 
     return "pydoc_data.topics", "\n\n".join(topics[name] for name in sorted(topics))
-
-
-def _read(path: Path) -> tuple[str, str]:
-    try:
-        return path.name, path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"text file {path} does not exist") from None
-    except UnicodeDecodeError:
-        raise InputError(f"text file {path} is not UTF-8; convert it first") from None
-    except OSError as error:
-        raise InputError(f"text file {path} cannot be read: {error.strerror}") from None
 
 
 def _paragraph_near(text: str, position: int) -> int:

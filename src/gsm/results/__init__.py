@@ -1,7 +1,7 @@
 """Result records and their JSON: what a measurement found, where, and on which machine. No torch."""
 
 from gsm.results.environment import collect_environment, load_average
-from gsm.results.files import check_writable, read_result, write_result
+from gsm.results.files import check_writable, read_result, read_text, write_result
 from gsm.results.records import (
     ArmResult,
     BenchResult,
@@ -38,5 +38,6 @@ __all__ = [
     "collect_environment",
     "load_average",
     "read_result",
+    "read_text",
     "write_result",
 ]

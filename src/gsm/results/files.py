@@ -43,14 +43,21 @@ def check_writable(path: str | Path) -> None:
         raise InputError(f"result file {target} is in a folder you may not write to; choose another")
 
 
+def read_text(path: str | Path, what: str) -> str:
+    """The content of a UTF-8 file; raises InputError that calls it ``what``, for example "text file"."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{what} {path} does not exist") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{what} {path} cannot be read: it is not UTF-8; convert it first") from None
+    except OSError as error:
+        raise InputError(f"{what} {path} cannot be read: {error.strerror}") from None
+
+
 def read_result(path: str | Path, kind: type[R]) -> R:
     """Read a result file as ``kind``; raises InputError naming the first thing that is wrong with it."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"result file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"result file {path} cannot be read: {error}") from None
+    text = read_text(path, "result file")
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:

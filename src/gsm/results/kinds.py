@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gsm.errors import InputError
+from gsm.results.files import read_text
 
 Data = dict[str, Any]
 
@@ -54,11 +55,7 @@ def read_result_files(paths: Iterable[str | Path]) -> list[ResultFile]:
 def read_known(path: Path, strict: bool = True) -> tuple[list[ResultFile], list[str]]:
     """The results in one file and, unless ``strict``, the names of those that are none of ours. Raises InputError."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"result file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"result file {path} cannot be read: {error}") from None
+        content = json.loads(read_text(path, "result file"))
     except json.JSONDecodeError as error:
         raise InputError(f"result file {path} is not JSON (line {error.lineno}: {error.msg})") from None
     items: Sequence[Any] = content if isinstance(content, list) else [content]
