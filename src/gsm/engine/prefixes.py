@@ -67,7 +67,7 @@ def content_fingerprint(weights: bytes, config: GsmConfig) -> str:
         "sink_tokens": cache.sink_tokens,
         "chunk_tokens": config.engine.chunk_tokens,
         "scorer": cache.sparse.scorer,  # of the summaries that are kept with a page
-        "smoothing": smoothing.model_dump(mode="json") if smoothing.enable or smoothing.int8 != "off" else None,
+        "smoothing": smoothing.model_dump(mode="json") if smoothing.active else None,
     }
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
     digest.update(weights)

@@ -12,12 +12,10 @@ import torch
 import uvicorn
 
 from gsm.config import GsmConfig
-from gsm.config.smoothing import SmoothingConfig
 from gsm.engine import Engine
 from gsm.errors import ConfigError, GsmError
 from gsm.models import LoadedModel
-from gsm.quality import load_thirds
-from gsm.quality.texts import encode
+from gsm.quality import calibration_samples
 from gsm.serve.app import Server, create_app
 from gsm.serve.reload import ConfigFile
 from gsm.serve.rollout import Rollout, plan_start
@@ -26,7 +24,6 @@ from gsm.serve.state import StateFile
 from gsm.serve.worker import EngineWorker
 from gsm.smoothing import apply
 
-_SAMPLE_TOKENS = 512
 _KV_SHARE = 0.5  # of the memory that is free once the model is loaded
 _log = logging.getLogger("gsm")
 
@@ -104,17 +101,10 @@ def open_server(
 def open_engine(loaded: LoadedModel, config: GsmConfig, prefix_dir: str | Path | None, kept: ExitStack) -> Engine:
     """The engine of a config: smoothing and int8 are applied to the model for as long as `kept` is open."""
     window = None
-    if config.smoothing.enable or config.smoothing.int8 != "off":
+    if config.smoothing.active:
         samples = calibration_samples(loaded, config.smoothing)
         window = kept.enter_context(apply(loaded.model, config.smoothing, samples=samples)).window
     return Engine(loaded, with_kv_memory(config), window=window, prefix_dir=prefix_dir)
-
-
-def calibration_samples(loaded: LoadedModel, smoothing: SmoothingConfig) -> torch.Tensor:
-    """Token ids [n, 512] of the calibration third of our text."""
-    ids = encode(loaded.tokenizer, load_thirds().part("calibration"))
-    most = min(smoothing.calibration_samples, len(ids) // _SAMPLE_TOKENS)
-    return ids[: most * _SAMPLE_TOKENS].view(most, _SAMPLE_TOKENS)
 
 
 def with_kv_memory(config: GsmConfig) -> GsmConfig:
