@@ -391,19 +391,20 @@ def _live(loaded: LoadedModel, name: str, waiting: list[list[int]], most: int, s
 
 
 def reloads(args: argparse.Namespace) -> None:
-    """The test of the same name, with its times."""
+    """The test of the same name, which ends the run when an answer is lost or of another epoch, with its times."""
     import sys
     import tempfile
 
     sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests" / "serve")]
-    from rollout_server import serve_tiny, tiny_loaded, with_cache
+    from rollout_server import serve_tiny, with_cache
     from test_rollout import OFF, put, reload_under_load
 
-    from conftest import build_tiny_model
+    from support_engine import load_tiny
+    from support_models import build_tiny_model
 
     with (
         tempfile.TemporaryDirectory() as directory,
-        serve_tiny(tiny_loaded(build_tiny_model("llama")), with_cache(OFF), state=Path(directory) / "state") as served,
+        serve_tiny(load_tiny(build_tiny_model("llama")), with_cache(OFF), state=Path(directory) / "state") as served,
     ):
         num_answers, times = reload_under_load(served, args.num)
         back = []
@@ -415,7 +416,7 @@ def reloads(args: argparse.Namespace) -> None:
             back.append(time.perf_counter() - began)
         served.engine.manager.check_integrity()
     spread = {"median": statistics.median(times), "p99": float(np.percentile(times, 99)), "max": max(times)}
-    content = {"num_reloads": args.num, "num_answers": num_answers, "num_lost": 0, "num_mixed": 0}
+    content = {"num_reloads": args.num, "num_answers": num_answers}
     write("rollout_reloads.json", args, {**content, "reload_s": spread, "rollback_and_answer_s": max(back)})
 
 

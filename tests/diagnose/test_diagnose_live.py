@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import TinyModel
 from gsm.config import load_config
 from gsm.integrations.transformers import Cache
 from gsm.measure.diagnose import Diagnosis, Subject
 from gsm.smoothing import calibrate
+from support_models import TinyModel
 
 PROMPT, FORCED = 320, 24
 

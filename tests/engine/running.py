@@ -7,11 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-from gsm.arch import describe
 from gsm.engine import Engine, SamplingParams, TokenEvent
 from gsm.models import LoadedModel
 
@@ -24,19 +19,6 @@ SPARSE = {"sparse": {"enabled": True, "budget_tokens": 16}}
 
 def config(cache: dict[str, Any] | None = None, **engine: Any) -> dict[str, Any]:
     return {"cache": {**CACHE, **(cache or {})}, "engine": {**ENGINE, **engine}}
-
-
-def load(model: PreTrainedModel) -> LoadedModel:
-    """A tiny model with a tokenizer that writes token 17 as " w17"."""
-    words = {f" w{i}": i for i in range(model.config.vocab_size)}
-    words_of = Tokenizer(models.WordLevel(words, unk_token=" w0"))
-    words_of.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_of)
-    return LoadedModel(model, tokenizer, "tiny", "tiny", describe(model.config))
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, 128, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @dataclass

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from running import PLAIN, config, drain, load, prompt, solo, used_pages
+from running import PLAIN, config, drain, solo, used_pages
 
 import gsm
 from gsm.engine import Engine, SamplingParams
 from gsm.errors import ConfigError
 from gsm.models import LoadedModel
+from support_engine import load_tiny, prompt_ids
 
 LIMIT = 128  # positions the tiny models were trained for
 COMPACT = {"positions": "compact", "policy": "recent", "cold": "drop", "hot_size": 64, **PLAIN}
@@ -21,11 +22,11 @@ GREEDY = SamplingParams(max_tokens=130, ignore_eos=True)
 
 @pytest.fixture
 def tiny(tiny_model: Any) -> LoadedModel:
-    return load(tiny_model("llama", max_position_embeddings=LIMIT))
+    return load_tiny(tiny_model("llama", max_position_embeddings=LIMIT))
 
 
 def test_an_answer_goes_on_past_the_window_as_under_attach(tiny: LoadedModel) -> None:
-    ids = prompt(100)
+    ids = prompt_ids(100)
     settings = config({**COMPACT, "prefill_chunk_tokens": 16})
     with gsm.attach(tiny.model, settings) as handle, torch.inference_mode():
         expected = tiny.model.generate(torch.tensor([ids]), max_new_tokens=200, min_new_tokens=200, do_sample=False)
@@ -41,7 +42,7 @@ def test_an_answer_goes_on_past_the_window_as_under_attach(tiny: LoadedModel) ->
 def test_company_changes_nothing(engine_settings: dict[str, Any], tiny: LoadedModel) -> None:
     """Cuts happen at other steps for everybody; what a small pool preempts is computed anew, and equal."""
     settings = config(COMPACT, prefix_cache=False, **engine_settings)
-    prompts = {"0": prompt(20), "1": prompt(90, seed=1), "2": prompt(6, seed=2) * 34}
+    prompts = {"0": prompt_ids(20), "1": prompt_ids(90, seed=1), "2": prompt_ids(6, seed=2) * 34}
     arrivals = {name: random.Random(0).randrange(20) + 10 * int(name) for name in prompts}
     with Engine(tiny, settings) as engine:
 
@@ -64,7 +65,7 @@ def test_memory_does_not_grow_with_the_answer(tiny: LoadedModel) -> None:
     used = []
     with Engine(tiny, config(COMPACT)) as engine:
         most = engine.room.bytes_of(10**6)
-        engine.add("r", prompt(50), SamplingParams(max_tokens=500, ignore_eos=True))
+        engine.add("r", prompt_ids(50), SamplingParams(max_tokens=500, ignore_eos=True))
         drain(engine, lambda step: used.append(engine.room.used_bytes))
     assert max(used) == max(used[:200])
     assert max(used) <= most
@@ -74,7 +75,7 @@ def test_choices_part_after_a_cut(tiny: LoadedModel) -> None:
     """Pages shared by two choices are copied before they turn."""
     sampling = SamplingParams(max_tokens=120, ignore_eos=True, n=2, temperature=1.0, seed=3)
     with Engine(tiny, config(COMPACT)) as engine:
-        engine.add("r", prompt(150), sampling)
+        engine.add("r", prompt_ids(150), sampling)
         outcomes = drain(engine)
         assert used_pages(engine) == 0
     assert len(outcomes["r", 0].token_ids) == len(outcomes["r", 1].token_ids) == 120

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from running import CACHE, ENGINE, PLAIN, SPARSE, config, drain, load, prompt, solo, used_pages
+from running import CACHE, ENGINE, PLAIN, SPARSE, config, drain, solo, used_pages
 
 from gsm.config import load_config
 from gsm.engine import Engine, SamplingParams
 from gsm.engine.shadow import Score
 from gsm.errors import ConfigError
 from gsm.models import LoadedModel
+from support_engine import load_tiny, prompt_ids
 
 GREEDY = SamplingParams(max_tokens=24)
 WINDOW: dict[str, Any] = {
@@ -28,7 +29,7 @@ WINDOW: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Any) -> LoadedModel:
-    return load(tiny_model("llama"))
+    return load_tiny(tiny_model("llama"))
 
 
 # each changes something else: what a step reads, what a whole call has in common, the hot zone, the limits, the grid
@@ -57,7 +58,7 @@ def window_of(loaded: LoadedModel, settings: dict[str, Any], ids: list[int]) -> 
 
 
 def test_every_request_is_served_as_if_its_config_were_the_only_one(tiny: LoadedModel) -> None:
-    ids = [prompt(45, seed) for seed in range(3)]
+    ids = [prompt_ids(45, seed) for seed in range(3)]
     found: dict[str, list[list[int]]] = {}
     with Engine(tiny, config()) as engine:
         for number, settings in enumerate(LIVE.values(), 1):
@@ -104,7 +105,7 @@ def test_what_needs_a_restart_is_refused_and_changes_nothing(tiny: LoadedModel, 
 
 
 def test_a_change_of_decode_settings_keeps_the_prefix_and_any_other_does_not(tiny: LoadedModel) -> None:
-    ids = prompt(45)  # CASES C2
+    ids = prompt_ids(45)  # CASES C2
     with Engine(tiny, config()) as engine:
         for number, name in enumerate(LIVE, 1):
             engine.epochs.publish(number, load_config(LIVE[name]))
@@ -129,7 +130,7 @@ def test_limits_follow_the_current_epoch(tiny: LoadedModel) -> None:
         engine.epochs.retire(0)
         assert engine.epochs.numbers == [7]
         with pytest.raises(ConfigError, match="epoch 0"):
-            engine.add("late", prompt(5), GREEDY, epoch=0)
+            engine.add("late", prompt_ids(5), GREEDY, epoch=0)
 
 
 def scores(tiny: LoadedModel, settings: dict[str, Any], **sampling: Any) -> tuple[list[Score], Engine]:
@@ -138,7 +139,7 @@ def scores(tiny: LoadedModel, settings: dict[str, Any], **sampling: Any) -> tupl
         engine.shadow.on_score = found.append
         for seed in range(4):
             engine.add(
-                str(seed), prompt(90, seed), SamplingParams(max_tokens=40, seed=seed, **sampling), is_scored=True
+                str(seed), prompt_ids(90, seed), SamplingParams(max_tokens=40, seed=seed, **sampling), is_scored=True
             )
         drain(engine)
         while engine.shadow.has_work:
@@ -156,7 +157,7 @@ def test_an_exact_config_scores_nought_and_a_bad_one_does_not(tiny: LoadedModel)
 
 
 def test_the_score_is_what_transformers_says(tiny: LoadedModel) -> None:
-    ids = prompt(90)
+    ids = prompt_ids(90)
     with Engine(tiny, config(SPARSE)) as engine:
         found: list[Score] = []
         engine.shadow.on_score = found.append
@@ -179,10 +180,10 @@ def test_the_score_is_what_transformers_says(tiny: LoadedModel) -> None:
 
 
 def test_scoring_leaves_the_prefix_cache_and_other_answers_alone(tiny: LoadedModel) -> None:
-    ids = prompt(60, 5)
+    ids = prompt_ids(60, 5)
     alone = solo(tiny, config(SPARSE), ids, GREEDY).token_ids
     with Engine(tiny, config(SPARSE)) as engine:
-        engine.add("scored", prompt(60, 6), GREEDY, is_scored=True)
+        engine.add("scored", prompt_ids(60, 6), GREEDY, is_scored=True)
         drain(engine)
         counters, pages = dict(engine.prefix.counters), engine.prefix.num_pages  # type: ignore[union-attr]
         while engine.shadow.has_work:
@@ -196,15 +197,15 @@ def test_scoring_keeps_to_its_share_while_somebody_waits(tiny: LoadedModel) -> N
     with Engine(tiny, {"cache": CACHE, "engine": ENGINE}) as engine:
         engine.shadow.share = 0.0
         for seed in range(3):
-            engine.add(str(seed), prompt(20, seed), SamplingParams(max_tokens=4), is_scored=True)
-        engine.add("long", prompt(20, 9), SamplingParams(max_tokens=30))
+            engine.add(str(seed), prompt_ids(20, seed), SamplingParams(max_tokens=4), is_scored=True)
+        engine.add("long", prompt_ids(20, 9), SamplingParams(max_tokens=30))
         while engine.has_work:
             engine.step()
             if engine.has_work:
                 engine.use_spare_time()
         assert engine.shadow.spent_s == 0.0
         engine.shadow.share = 1.0
-        engine.add("more", prompt(20, 10), SamplingParams(max_tokens=30))
+        engine.add("more", prompt_ids(20, 10), SamplingParams(max_tokens=30))
         while engine.has_work:
             engine.step()
             if engine.has_work:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from running import PLAIN, SPARSE, Outcome, config, drain, load, prompt, solo, used_pages
+from running import PLAIN, SPARSE, Outcome, config, drain, solo, used_pages
 
 from gsm.config import SparseConfig
 from gsm.engine import Engine, SamplingParams
 from gsm.models import LoadedModel
 from gsm.smoothing import apply
+from support_engine import load_tiny, prompt_ids
 
 WIDER = {"enabled": True, "budget_tokens": 32}
 ARMS: dict[str, dict[str, Any]] = {
@@ -27,7 +28,7 @@ NEW = SamplingParams(max_tokens=20, logprobs=2)
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Any) -> LoadedModel:
-    return load(tiny_model("llama"))
+    return load_tiny(tiny_model("llama"))
 
 
 # Rows of another number give rounding differences of 1e-6, which may turn a code over: half a step of int8 or int4.
@@ -49,7 +50,7 @@ def assert_same(ours: Outcome, alone: Outcome, tolerance: float = 1e-4) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_any_order_of_arrival_equals_solo(arm: str, seed: int, tiny: LoadedModel) -> None:
     order = random.Random(seed)
-    arrivals = {f"r{i}": (order.randrange(12), prompt(n, seed=i)) for i, n in enumerate(LENGTHS)}
+    arrivals = {f"r{i}": (order.randrange(12), prompt_ids(n, seed=i)) for i, n in enumerate(LENGTHS)}
     settings = ARMS[arm]
     with Engine(tiny, {**settings, "engine": {**settings["engine"], "prefix_cache": False}}) as engine:
 
@@ -65,15 +66,15 @@ def test_any_order_of_arrival_equals_solo(arm: str, seed: int, tiny: LoadedModel
 
 
 def test_greedy_equals_plain_transformers(tiny: LoadedModel) -> None:
-    ids = prompt(45)
+    ids = prompt_ids(45)
     plain = tiny.model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, 45:].tolist()
     assert solo(tiny, ARMS["full"], ids, NEW).token_ids == plain
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "gpt_neox", "deepseek_v3", "gpt_oss"])
 def test_packed_rows_of_other_families(family: str, tiny_model: Any) -> None:
-    loaded = load(tiny_model(family))
-    prompts = {f"r{n}": prompt(n, seed=n) for n in (5, 40, 21)}
+    loaded = load_tiny(tiny_model(family))
+    prompts = {f"r{n}": prompt_ids(n, seed=n) for n in (5, 40, 21)}
     with Engine(loaded, config(PLAIN)) as engine:
         for name, ids in prompts.items():
             engine.add(name, ids, NEW)
@@ -86,7 +87,7 @@ def test_packed_rows_of_other_families(family: str, tiny_model: Any) -> None:
 @pytest.mark.parametrize("arm", ["full", "int8", "sparse"])
 def test_six_requests_in_a_pool_for_two(arm: str, tiny: LoadedModel) -> None:
     settings = ARMS[arm]  # CASES D3; preempted requests compute anew what they had
-    prompts, sampling = {f"r{i}": prompt(40, seed=i) for i in range(6)}, SamplingParams(max_tokens=24, logprobs=2)
+    prompts, sampling = {f"r{i}": prompt_ids(40, seed=i) for i in range(6)}, SamplingParams(max_tokens=24, logprobs=2)
     with Engine(tiny, {**settings, "engine": {**settings["engine"], "kv_pages": 28}}) as engine:
         for name, ids in prompts.items():
             engine.add(name, ids, sampling)
@@ -102,7 +103,7 @@ def test_drafts_change_nothing(arm: str, tiny: LoadedModel) -> None:
     settings = ARMS[arm]  # CASES D7: tiny models repeat themselves, so that guesses are sometimes right
     sampling = SamplingParams(max_tokens=60)  # no logprobs: drafts have none
     with Engine(tiny, {**settings, "engine": {**settings["engine"], "draft_tokens": 6}}) as engine:
-        prompts = {f"r{i}": prompt(11, seed=i) * 3 for i in range(4)}
+        prompts = {f"r{i}": prompt_ids(11, seed=i) * 3 for i in range(4)}
         for name, ids in prompts.items():
             engine.add(name, list(ids), sampling)
         found = drain(engine)
@@ -113,7 +114,7 @@ def test_drafts_change_nothing(arm: str, tiny: LoadedModel) -> None:
 
 
 def test_settings_of_one_request(tiny: LoadedModel) -> None:
-    ids = prompt(75)
+    ids = prompt_ids(75)
     narrow = SparseConfig(enabled=True, budget_tokens=16)
     with Engine(tiny, config(PLAIN)) as engine:
         engine.add("dense", list(ids), NEW, salt="a")
@@ -126,12 +127,12 @@ def test_settings_of_one_request(tiny: LoadedModel) -> None:
 def test_choices_share_the_prompt_and_differ_by_seed(tiny: LoadedModel) -> None:
     sampling = SamplingParams(max_tokens=12, n=3, temperature=1.5, seed=5)
     with Engine(tiny, config(PLAIN)) as engine:
-        engine.add("one", prompt(30), sampling)
-        engine.add("other", prompt(9, seed=1), SamplingParams(max_tokens=40))
+        engine.add("one", prompt_ids(30), sampling)
+        engine.add("other", prompt_ids(9, seed=1), SamplingParams(max_tokens=40))
         first = drain(engine)
         assert engine.stats.num_prompt_tokens == 39
         assert used_pages(engine) == 0
-        engine.add("one", prompt(30), sampling)
+        engine.add("one", prompt_ids(30), sampling)
         second = drain(engine)
     texts = [first["one", i].text for i in range(3)]
     assert len(set(texts)) == 3
@@ -140,7 +141,7 @@ def test_choices_share_the_prompt_and_differ_by_seed(tiny: LoadedModel) -> None:
 
 @pytest.mark.parametrize("kv_pages", [None, 24])
 def test_smoothing_windows_follow_their_requests(kv_pages: int | None, tiny_model: Any) -> None:
-    loaded = load(tiny_model("llama"))
+    loaded = load_tiny(tiny_model("llama"))
     smoothing = {
         "enable": True,
         "method": "window",
@@ -150,8 +151,8 @@ def test_smoothing_windows_follow_their_requests(kv_pages: int | None, tiny_mode
         "short_request": {"max_tokens": 24, "action": "off"},
     }
     settings = {**config(PLAIN), "smoothing": smoothing}
-    prompts = {f"r{n}": prompt(n, seed=n) for n in (2, 20, 33, 41)}
-    samples = torch.tensor([prompt(32, seed=s) for s in range(4)])
+    prompts = {f"r{n}": prompt_ids(n, seed=n) for n in (2, 20, 33, 41)}
+    samples = torch.tensor([prompt_ids(32, seed=s) for s in range(4)])
     with apply(loaded.model, settings, samples=samples) as applied:
 
         def run(names: list[str], pages: int | None, drafts: int) -> dict[str, Outcome]:
@@ -159,7 +160,7 @@ def test_smoothing_windows_follow_their_requests(kv_pages: int | None, tiny_mode
             with Engine(loaded, {**settings, "engine": merged}, window=applied.window) as engine:
                 for name in names:
                     engine.add(name, list(prompts[name]), SamplingParams(max_tokens=18, logprobs=0))
-                engine.add("gone", prompt(30, seed=9), NEW)
+                engine.add("gone", prompt_ids(30, seed=9), NEW)
                 found = drain(engine, lambda step: engine.cancel("gone") if step == 3 else None)
                 assert applied.window is not None
                 assert applied.window.state.num_requests == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import PLAIN, SPARSE, config, drain, load, prompt, used_pages
+from running import PLAIN, SPARSE, config, drain, used_pages
 
 from gsm.config import load_config
 from gsm.engine import Engine, SamplingParams
@@ -17,13 +17,14 @@ from gsm.engine.prefixes import content_fingerprint, weights_digest
 from gsm.errors import ConfigError
 from gsm.kv.prefix import chain_hash
 from gsm.models import LoadedModel
+from support_engine import load_tiny, prompt_ids
 
 NEW = SamplingParams(max_tokens=8)
 
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Any) -> LoadedModel:
-    return load(tiny_model("llama"))
+    return load_tiny(tiny_model("llama"))
 
 
 def ask(engine: Engine, ids: list[int], salt: str = "", sampling: SamplingParams = NEW) -> tuple[list[int], int]:
@@ -34,7 +35,7 @@ def ask(engine: Engine, ids: list[int], salt: str = "", sampling: SamplingParams
 
 @pytest.mark.parametrize("cache", [PLAIN, {}, SPARSE], ids=["full", "int8", "sparse"])
 def test_three_reuses_of_one_prefix(cache: dict[str, Any], tiny: LoadedModel) -> None:
-    common = prompt(50)  # CASES C7
+    common = prompt_ids(50)  # CASES C7
     with Engine(tiny, config(cache)) as engine:
         cold, cached = ask(engine, [*common, 5, 6])
         assert cached == 0
@@ -52,7 +53,7 @@ def test_three_reuses_of_one_prefix(cache: dict[str, Any], tiny: LoadedModel) ->
 
 
 def test_the_answer_is_part_of_the_next_prefix(tiny: LoadedModel) -> None:
-    ids = prompt(30)  # CASES C9
+    ids = prompt_ids(30)  # CASES C9
     for cache in (PLAIN, SPARSE):
         with Engine(tiny, config(cache)) as engine:
             answer, _ = ask(engine, ids, sampling=SamplingParams(max_tokens=40))
@@ -63,7 +64,7 @@ def test_the_answer_is_part_of_the_next_prefix(tiny: LoadedModel) -> None:
 def test_what_sparse_decoding_made_is_for_the_same_settings_only(tiny: LoadedModel) -> None:
     from gsm.config import SparseConfig
 
-    ids = prompt(30)
+    ids = prompt_ids(30)
     with Engine(tiny, config(SPARSE)) as engine:
         answer, _ = ask(engine, ids, sampling=SamplingParams(max_tokens=40))
         other = SparseConfig(enabled=True, budget_tokens=24)
@@ -73,7 +74,7 @@ def test_what_sparse_decoding_made_is_for_the_same_settings_only(tiny: LoadedMod
 
 
 def test_salts_and_tenants_never_share(tiny: LoadedModel) -> None:
-    ids = prompt(40)
+    ids = prompt_ids(40)
     with Engine(tiny, config()) as engine:
         assert ask(engine, ids, salt="1:ab")[1] == 0
         assert ask(engine, ids, salt="2:ab")[1] == 0
@@ -121,17 +122,17 @@ def test_names_do_not_depend_on_the_process() -> None:
 def test_pressure_evicts_the_oldest_and_never_what_runs(tiny: LoadedModel) -> None:
     with Engine(tiny, config(kv_pages=30)) as engine:
         for seed in range(6):
-            ask(engine, prompt(40, seed=seed))
+            ask(engine, prompt_ids(40, seed=seed))
         assert engine.prefix is not None
         assert engine.prefix.counters["evicted"] > 0
-        assert ask(engine, prompt(40, seed=5))[1] == 36
-        assert ask(engine, prompt(40, seed=0))[1] < 36
+        assert ask(engine, prompt_ids(40, seed=5))[1] == 36
+        assert ask(engine, prompt_ids(40, seed=0))[1] < 36
         assert used_pages(engine) == 0
 
 
 @pytest.mark.parametrize("cache", [PLAIN, {}], ids=["full", "int8"])
 def test_pages_survive_a_restart(cache: dict[str, Any], tiny: LoadedModel, tmp_path: Path) -> None:
-    ids = prompt(50)
+    ids = prompt_ids(50)
     with Engine(tiny, config(cache), prefix_dir=tmp_path) as engine:
         ask(engine, ids)
         warm, _ = ask(engine, ids)
@@ -147,7 +148,7 @@ def test_pages_survive_a_restart(cache: dict[str, Any], tiny: LoadedModel, tmp_p
 def test_a_damaged_file_is_told_and_computed_anew(
     tiny: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ids = prompt(50)  # CASES C13
+    ids = prompt_ids(50)  # CASES C13
     with Engine(tiny, config(PLAIN), prefix_dir=tmp_path) as engine:
         cold, _ = ask(engine, ids)
     files = sorted(tmp_path.rglob("*.page"))
@@ -159,13 +160,13 @@ def test_a_damaged_file_is_told_and_computed_anew(
         assert (answer, cached) == (cold, 0)
         assert "damaged" in caplog.text
         assert used_pages(engine) == 0
-        assert ask(engine, prompt(20, seed=3))[1] == 0
+        assert ask(engine, prompt_ids(20, seed=3))[1] == 0
 
 
 def test_the_directory_stays_below_its_limit(tiny: LoadedModel, tmp_path: Path) -> None:
     with Engine(tiny, config(PLAIN, prefix_disk_mib=0.1), prefix_dir=tmp_path) as engine:
         for seed in range(5):
-            ask(engine, prompt(60, seed=seed))
+            ask(engine, prompt_ids(60, seed=seed))
     assert sum(file.stat().st_size for file in tmp_path.rglob("*.page")) <= 0.1 * 2**20
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from running import load
 
 from gsm.engine import SamplingParams
 from gsm.engine.detokenize import Detokenizer
@@ -14,6 +13,7 @@ from gsm.engine.sampler import SamplerState, sample
 from gsm.engine.speculate import PromptLookup
 from gsm.errors import InputError
 from gsm.models import LoadedModel
+from support_engine import load_tiny
 
 
 def state(index: int = 0, **params: Any) -> SamplerState:
@@ -92,7 +92,7 @@ def test_impossible_parameters(params: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stop", [(" w5 w6",), ("6 w7", "w9"), ("5 w6 w7 w8 w9 w1",)], ids=str)
 def test_a_stop_string_never_shows(stop: tuple[str, ...], tiny_model: Any) -> None:
-    tokenizer = load(tiny_model("llama")).tokenizer
+    tokenizer = load_tiny(tiny_model("llama")).tokenizer
     ids = [3, 4, 5, 6, 7, 8, 9]
     text = "".join(f" w{i}" for i in ids)
     detokenizer = Detokenizer(tokenizer, [1], stop)

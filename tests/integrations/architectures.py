@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from generation import assert_equal_run, given, prompt, run, run_gsm, small
 
 import gsm
-from conftest import build_tiny_model
 from gsm.arch import describe
 from gsm.errors import KVError, UnsupportedModel
+from support_models import build_tiny_model
 
 ROOT = Path(__file__).parent.parent.parent
 FILE = ROOT / "docs" / "architectures.md"

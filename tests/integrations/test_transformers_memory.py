@@ -13,7 +13,7 @@ PROGRAM = """
 import json, sys
 sys.path.insert(0, {tests!r})
 import torch
-from conftest import build_tiny_model
+from support_models import build_tiny_model
 import gsm
 from gsm.integrations.transformers import prefill
 from gsm.measure.bench.memory import PeakMemory

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +20,6 @@ _SMALLEST_TEXT_PX = """
 () => Math.min(...[...document.querySelectorAll('svg text')].map(text => text.getBoundingClientRect().height)
       .filter(height => height > 0))
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    executable = shutil.which("chromium") or shutil.which("chromium-browser")
-    if executable is None:
-        pytest.skip("no chromium on this machine: install Debian's package `chromium` to look at reports")
-    api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
-    with api.sync_playwright() as playwright:
-        instance = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        yield instance
-        instance.close()
 
 
 @pytest.fixture

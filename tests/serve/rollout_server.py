@@ -11,12 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 import uvicorn
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from gsm.arch import describe
 from gsm.config import GsmConfig, load_config
 from gsm.engine import Engine
 from gsm.models import LoadedModel
@@ -38,19 +34,6 @@ def with_cache(rollout: dict[str, Any] | None = None, **cache: Any) -> dict[str,
 
 
 SPARSE = with_cache(sparse={"enabled": True, "budget_tokens": 16})  # very bad on purpose: most of the context is unread
-
-
-def tiny_loaded(model: PreTrainedModel) -> LoadedModel:
-    """A tiny model with a tokenizer that writes token 17 as " w17"."""
-    words = {f" w{i}": i for i in range(model.config.vocab_size)}
-    words_of = Tokenizer(models.WordLevel(words, unk_token=" w0"))
-    words_of.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_of)
-    return LoadedModel(model, tokenizer, "tiny", "tiny", describe(model.config))
-
-
-def ids_of(length: int, seed: int) -> list[int]:
-    return torch.randint(3, 128, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @dataclass

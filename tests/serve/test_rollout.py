@@ -12,12 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
-from rollout_server import ADMIN, API, BASE, SPARSE, Served, ids_of, serve_tiny, tiny_loaded, with_cache
+from rollout_server import ADMIN, API, BASE, SPARSE, Served, serve_tiny, with_cache
 
 from gsm.config import load_config
 from gsm.errors import ConfigError
 from gsm.models import LoadedModel
 from gsm.serve.rollout import share_of
+from support_engine import load_tiny, prompt_ids
 
 OFF: dict[str, Any] = {"guard": False}
 BAD = {**SPARSE, "rollout": OFF}
@@ -25,7 +26,7 @@ BAD = {**SPARSE, "rollout": OFF}
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Any) -> LoadedModel:
-    return tiny_loaded(tiny_model("llama"))
+    return load_tiny(tiny_model("llama"))
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def put(served: Served, config: dict[str, Any]) -> httpx.Response:
 
 
 def test_a_reload_serves_new_requests_at_once_and_running_ones_keep_theirs(served: Served) -> None:
-    ids = ids_of(60, 1)
+    ids = prompt_ids(60, 1)
     before = served.ask(ids)
     assert before.headers["x-gsm-epoch"] == "1"
     body = {"model": "tiny", "prompt": ids, "max_tokens": 300, "temperature": 0, "stream": True}
@@ -86,18 +87,18 @@ def test_a_config_that_does_not_resolve_is_refused_and_the_live_one_stays(
             assert said.split(":")[0] in response.json()["error"]["message"] or said in response.text
     assert "was refused" in caplog.text
     assert (served.epochs()["epochs"], state.read_text(), served.engine.epochs.numbers) == before
-    assert served.ask(ids_of(9, 1)).headers["x-gsm-epoch"] == "1"
+    assert served.ask(prompt_ids(9, 1)).headers["x-gsm-epoch"] == "1"
 
 
 def test_reload_and_rollback_take_effect_within_a_second(served: Served) -> None:
     for number in range(2, 6):
         began = time.monotonic()
         assert put(served, {**BAD, "engine": {**BASE["engine"], "max_waiting": number}}).status_code == 200
-        assert served.ask(ids_of(5, 1), 1).headers["x-gsm-epoch"] == str(number)
+        assert served.ask(prompt_ids(5, 1), 1).headers["x-gsm-epoch"] == str(number)
         assert time.monotonic() - began < 1.0
     began = time.monotonic()
     assert served.admin.post("/admin/rollback").status_code == 200
-    assert int(served.ask(ids_of(5, 1), 1).headers["x-gsm-epoch"]) == 6
+    assert int(served.ask(prompt_ids(5, 1), 1).headers["x-gsm-epoch"]) == 6
     assert served.engine.config.engine.max_waiting == 4
     assert time.monotonic() - began < 1.0
 
@@ -105,7 +106,7 @@ def test_reload_and_rollback_take_effect_within_a_second(served: Served) -> None
 def test_limits_of_a_reload_bound_the_engine(served: Served) -> None:
     put(served, {**BAD, "engine": {**BASE["engine"], "max_waiting": 0}})
     assert served.engine.scheduler.limits.max_waiting == 0
-    assert served.ask(ids_of(5, 1)).status_code == 429
+    assert served.ask(prompt_ids(5, 1)).status_code == 429
 
 
 # -- canary --------------------------------------------------------------------------------------------------------
@@ -114,17 +115,17 @@ def test_limits_of_a_reload_bound_the_engine(served: Served) -> None:
 def test_a_canary_gets_its_share_and_everybody_stays_where_he_is(served: Served) -> None:
     served.admin.post("/admin/canary", json={"config": BAD, "weight": 30})
     users = [f"user-{i}" for i in range(60)]
-    first = {user: served.ask(ids_of(4, 1), 1, user=user).headers["x-gsm-epoch"] for user in users}
-    again = {user: served.ask(ids_of(4, 2), 1, user=user).headers["x-gsm-epoch"] for user in users}
+    first = {user: served.ask(prompt_ids(4, 1), 1, user=user).headers["x-gsm-epoch"] for user in users}
+    again = {user: served.ask(prompt_ids(4, 2), 1, user=user).headers["x-gsm-epoch"] for user in users}
     assert first == again
     assert 5 <= sum(epoch == "2" for epoch in first.values()) <= 32
     session = {"x-gsm-session": "one"}
-    assert len({served.ask(ids_of(4, i), 1, headers=session).headers["x-gsm-epoch"] for i in range(8)}) == 1
+    assert len({served.ask(prompt_ids(4, i), 1, headers=session).headers["x-gsm-epoch"] for i in range(8)}) == 1
     served.admin.post("/admin/canary", json={"weight": 60})
-    wider = {user: served.ask(ids_of(4, 3), 1, user=user).headers["x-gsm-epoch"] for user in users}
+    wider = {user: served.ask(prompt_ids(4, 3), 1, user=user).headers["x-gsm-epoch"] for user in users}
     assert all(wider[user] == "2" for user in users if first[user] == "2"), "who was in stays in"
     served.admin.post("/admin/canary", json={"weight": 0})
-    assert {served.ask(ids_of(4, 4), 1, user=user).headers["x-gsm-epoch"] for user in users[:20]} == {"1"}
+    assert {served.ask(prompt_ids(4, 4), 1, user=user).headers["x-gsm-epoch"] for user in users[:20]} == {"1"}
 
 
 def test_shares_are_even_and_differ_between_canaries() -> None:
@@ -138,7 +139,7 @@ def test_shares_are_even_and_differ_between_canaries() -> None:
 
 
 def test_both_epochs_share_prefix_pages_where_content_is_the_same(served: Served) -> None:
-    ids = ids_of(60, 7)  # CASES C2
+    ids = prompt_ids(60, 7)  # CASES C2
 
     def cached() -> int:
         found: int = served.ask(ids, 1).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -155,7 +156,7 @@ def test_both_epochs_share_prefix_pages_where_content_is_the_same(served: Served
 
 def test_one_answer_with_several_prompts_has_one_epoch(served: Served) -> None:
     served.admin.post("/admin/canary", json={"config": BAD, "weight": 50})
-    prompts = [ids_of(50, seed) for seed in range(6)]
+    prompts = [prompt_ids(50, seed) for seed in range(6)]
     alone = {}
     for epoch in ("1", "2"):
         user = next(f"u{i}" for i in range(99) if served.ask([5], 1, user=f"u{i}").headers["x-gsm-epoch"] == epoch)
@@ -368,7 +369,7 @@ def reload_under_load(served: Served, num_reloads: int) -> tuple[int, list[float
     answers and how many seconds each reload took.
     """
     configs = [BAD, with_cache(OFF)]
-    prompts = [ids_of(50, seed) for seed in range(NUM_PROMPTS)]
+    prompts = [prompt_ids(50, seed) for seed in range(NUM_PROMPTS)]
     expected: dict[int, list[str]] = {}
     for parity, config in ((0, configs[1]), (1, configs[0])):
         put(served, config)

@@ -10,13 +10,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from rollout_server import BASE, SPARSE, Served, ids_of, serve_tiny, tiny_loaded, with_cache
+from rollout_server import BASE, SPARSE, Served, serve_tiny, with_cache
 from torch import Tensor
 
 from gsm.engine import Engine
 from gsm.engine.request import Work
 from gsm.engine.runner import Runner
 from gsm.models import LoadedModel
+from support_engine import load_tiny, prompt_ids
 
 # times are not under test here: they are those of whatever machine runs the tests
 RULES: dict[str, Any] = {"tolerance": {"ttft": None, "itl": None}, "canary_share": 1.0, "promote_after": None}
@@ -34,7 +35,7 @@ WINDOW = {
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Any) -> LoadedModel:
-    return tiny_loaded(tiny_model("llama"))
+    return load_tiny(tiny_model("llama"))
 
 
 def load(served: Served, most: int, until: Any, **body: Any) -> int:
@@ -42,7 +43,9 @@ def load(served: Served, most: int, until: Any, **body: Any) -> int:
     for number in range(most):
         if until():
             return number
-        response = served.ask(ids_of(60, number), 16, user=f"u{number}", temperature=0.7, **{"seed": number, **body})
+        response = served.ask(
+            prompt_ids(60, number), 16, user=f"u{number}", temperature=0.7, **{"seed": number, **body}
+        )
         assert response.status_code == 200, response.text
     return most
 
@@ -169,9 +172,9 @@ def test_steady_state_scores_a_few_answers_and_a_canary_more(tiny: LoadedModel) 
 
 def test_what_a_client_sees_does_not_depend_on_being_scored(tiny: LoadedModel) -> None:
     with serve_tiny(tiny, with_cache({**RULES, "steady_sample": 1.0})) as served:
-        scored = served.ask(ids_of(30, 1), 10, logprobs=2).json()["choices"][0]
+        scored = served.ask(prompt_ids(30, 1), 10, logprobs=2).json()["choices"][0]
     with serve_tiny(tiny, with_cache({"guard": False})) as served:
-        plain = served.ask(ids_of(30, 1), 10, logprobs=2).json()["choices"][0]
+        plain = served.ask(prompt_ids(30, 1), 10, logprobs=2).json()["choices"][0]
     assert scored["text"] == plain["text"]
     assert len(scored["logprobs"]["top_logprobs"][0]) == 2
     assert scored["logprobs"]["token_logprobs"] == pytest.approx(plain["logprobs"]["token_logprobs"], abs=1e-4)

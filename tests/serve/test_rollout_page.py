@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_server import ADMIN, API, SPARSE, Served, ids_of, serve_tiny, tiny_loaded, with_cache
+from rollout_server import ADMIN, API, SPARSE, Served, serve_tiny, with_cache
+
+from support_engine import load_tiny, prompt_ids
 
 PICTURES = os.environ.get("GSM_SCREENSHOTS")  # a folder, to look at what the tests saw
 RULES = {"tolerance": {"ttft": None, "itl": None}, "promote_after": None, "canary_share": 1.0}
@@ -20,20 +21,8 @@ RULES = {"tolerance": {"ttft": None, "itl": None}, "promote_after": None, "canar
 
 @pytest.fixture(scope="module")
 def served(tiny_model: Any) -> Iterator[Served]:
-    with serve_tiny(tiny_loaded(tiny_model("llama")), with_cache(RULES)) as found:
+    with serve_tiny(load_tiny(tiny_model("llama")), with_cache(RULES)) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    executable = shutil.which("chromium") or shutil.which("chromium-browser")
-    if executable is None:
-        pytest.skip("no chromium on this machine: install Debian's package `chromium` to look at the page")
-    api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
-    with api.sync_playwright() as playwright:
-        instance = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        yield instance
-        instance.close()
 
 
 @pytest.fixture
@@ -73,7 +62,7 @@ def picture(page: Any, name: str) -> None:
 
 def ask_some(served: Served, first: int, number: int, **more: Any) -> None:
     for i in range(first, first + number):
-        served.ask(ids_of(40, i), 12, user=f"u{i}", **{"temperature": 0.7, **more})
+        served.ask(prompt_ids(40, i), 12, user=f"u{i}", **{"temperature": 0.7, **more})
 
 
 def start_canary(page: Any, config: dict[str, Any], weight: int = 50) -> None:
@@ -210,7 +199,7 @@ def test_nothing_sticks_out_at_any_width(page: Any, width: int) -> None:
 
 
 def test_a_server_that_goes_away_is_told(browser: Any, tiny_model: Any) -> None:
-    with serve_tiny(tiny_loaded(tiny_model("llama", seed=1)), admin_keys=()) as other:
+    with serve_tiny(load_tiny(tiny_model("llama", seed=1)), admin_keys=()) as other:
         page = browser.new_context().new_page()
         page.goto(other.url)
         page.wait_for_selector("#no-admin:not([hidden])")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from rollout_server import SPARSE, tiny_loaded, with_cache
+from rollout_server import SPARSE, with_cache
 
 from gsm.cli.serve import command
 from gsm.config import load_config
@@ -20,13 +20,14 @@ from gsm.models import LoadedModel
 from gsm.serve.app import Server
 from gsm.serve.run import open_server
 from gsm.serve.settings import ServeSettings
+from support_engine import load_tiny
 
 OFF: dict[str, Any] = {"guard": False}
 
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Any) -> LoadedModel:
-    return tiny_loaded(tiny_model("llama"))
+    return load_tiny(tiny_model("llama"))
 
 
 def start(tiny: LoadedModel, file: Path, kept: ExitStack) -> Server:
