@@ -52,11 +52,11 @@ def command(
     check_json_path(json_path)
     if not quality:
         sizes.update(num_windows=0, needles_per_depth=0)
+    names = tuple(name.strip() for name in arms.split(",") if name.strip())
     if engine == "vllm":
-        return _vllm(arms, json_path, sizes)
+        return _vllm(names, json_path, sizes)
     if backend == "llamacpp":
         return _llamacpp(json_path, window_tokens, sizes)
-    names = tuple(name.strip() for name in arms.split(",") if name.strip())
     with progress_bar() as progress:
         result = bench(BenchSpec(arms=names, **sizes), progress)
     print_bench(result)
@@ -76,11 +76,11 @@ def _llamacpp(json_path: str | None, window_tokens: int, sizes: dict[str, Any]) 
     return 0
 
 
-def _vllm(arms: str, json_path: str | None, sizes: dict[str, Any]) -> int:
+def _vllm(names: tuple[str, ...], json_path: str | None, sizes: dict[str, Any]) -> int:
     """Speed only; `gsm eval --engine vllm` measures quality."""
     from gsm.measure.vllm import VllmBenchSpec, bench_vllm
 
-    sizes["arms"] = tuple(name.strip() for name in arms.split(",") if name.strip())
+    sizes["arms"] = names
     with progress_bar() as progress:
         spec = VllmBenchSpec(**{f.name: sizes[f.name] for f in fields(VllmBenchSpec) if f.name in sizes})
         result = bench_vllm(spec, progress)

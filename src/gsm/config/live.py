@@ -53,15 +53,11 @@ def _smoothing(running: GsmConfig, wanted: GsmConfig) -> list[str]:
     before, after = running.smoothing, wanted.smoothing
     if before == after:
         return []
-    if _is_folded(running) or _is_folded(wanted):
+    if before.is_folded or after.is_folded:
         return [f"smoothing ({_kind(running)} -> {_kind(wanted)}): {_WEIGHTS}"]
     if before.int8 != "off" and after.enable:
         return ["smoothing: int8 modules may be fused where a window would act"]
     return []
-
-
-def _is_folded(config: GsmConfig) -> bool:
-    return config.smoothing.enable and config.smoothing.method != "window"
 
 
 def _kind(config: GsmConfig) -> str:

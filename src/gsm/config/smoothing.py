@@ -115,6 +115,16 @@ class SmoothingConfig(Section):
         """Whether this section changes a model at all."""
         return self.enable or self.int8 != "off"
 
+    @property
+    def is_windowed(self) -> bool:
+        """Whether it acts at run time, on the past of each request."""
+        return self.enable and self.method == "window"
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether it changes weights before the first token."""
+        return self.enable and self.method != "window"
+
     def window_for(self, num_tokens: int) -> int:
         """The window of a request expected to reach ``num_tokens``: length / 16, at least 4, capped unless unsafe."""
         if isinstance(self.window_size, int):

@@ -36,14 +36,14 @@ class Windows:
 
     def is_new(self, config: SmoothingConfig) -> bool:
         """Whether `install` would put hooks on the model."""
-        return _is_windowed(config) and self._find(config) is None
+        return config.is_windowed and self._find(config) is None
 
     def install(self, config: SmoothingConfig) -> WindowSmoothing | None:
         """The window smoothing of a section, put on the model if it is new; None where the section has none.
 
         Raises ConfigError when the section does not say which modules it acts on.
         """
-        if not _is_windowed(config):
+        if not config.is_windowed:
             return None
         found = self._find(config)
         if found is None:
@@ -106,7 +106,3 @@ class Windows:
             length = sequence.num_prompt_tokens + sequence.request.sampling.max_tokens
             self._parameters[sequence] = parameters_for(config, length)
         return self._parameters[sequence]
-
-
-def _is_windowed(config: SmoothingConfig) -> bool:
-    return config.enable and config.method == "window"

@@ -158,7 +158,7 @@ class _Run:
 
 def _lowered(config: SmoothingConfig) -> Iterator[SmoothingConfig]:
     """The same settings with less strength: only `window` has a strength to lower."""
-    if not config.enable or config.method != "window":
+    if not config.is_windowed:
         return
     for step in range(1, config.guard.strength_steps + 1):
         yield config.model_copy(update={"smooth_strength": config.smooth_strength / 2**step})

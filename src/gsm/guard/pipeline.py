@@ -116,7 +116,7 @@ def _settle(plan: SmoothPlan) -> tuple[SmoothingConfig, list[str]]:
         raise ConfigError("smoothing is off: set smoothing.enable: true, or smoothing.int8, in the config")
     if plan.export_to is None:
         return config, notes
-    if not config.enable or config.method == "window":
+    if not config.is_folded:
         raise ConfigError(
             "there is nothing to export: only method channel or rotate changes weights; int8 and window act at run time"
         )
@@ -204,7 +204,7 @@ def _conclusion(outcome: Outcome, speed: Speed) -> dict[str, Any]:
     )
     worth = gain >= _SHORT_OF_WORTH
     word = "worth it here" if worth else "no benefit measured here"
-    if worth and outcome.config.enable and outcome.config.method == "window":
+    if worth and outcome.config.is_windowed:
         worth, word = False, "no benefit of window: it changes no product's time, the gain is int8's"
     return {"worth_it": worth, "conclusion": f"{word}: {figures}"}
 

@@ -79,13 +79,13 @@ def apply(
     edits = Edits(model)
     try:
         _choose(model, section, applied, samples, calibration, exclude)
-        if section.enable and section.method != "window":
+        if section.is_folded:
             _fold(edits, model, section, applied, samples, calibration, set(exclude))
         if section.int8 != "off":
             _quantise(edits, model, section, applied, samples, set(exclude))
         with contextlib.ExitStack() as hooks:
             hooks.enter_context(_marked(model))
-            if section.enable and section.method == "window":
+            if section.is_windowed:
                 applied.window = hooks.enter_context(window_hooks(model, applied.smoothed, section))
             yield applied
     finally:
@@ -118,7 +118,7 @@ def _choose(
     exclude: Collection[str],
 ) -> None:
     """Decide which sites `window` acts on, before int8 decides what may be fused."""
-    if not section.enable or section.method != "window":
+    if not section.is_windowed:
         return
     calibration = require_calibration(model, section, samples, calibration)
     applied.choices = choose_sites(calibration, section)
@@ -196,7 +196,7 @@ def require_calibration(
 def _quantise(
     edits: Edits, model: Any, section: SmoothingConfig, applied: Applied, samples: Tensor | None, exclude: set[str]
 ) -> None:
-    if not section.enable or section.method == "window":
+    if not section.is_folded:
         refuse_quantised(model, f"int8: {section.int8}")
     if is_window_smoothed(model):
         raise AttachError(

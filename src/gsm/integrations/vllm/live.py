@@ -110,7 +110,7 @@ def check(config: GsmConfig) -> None:
                 f"policy '{cache.policy}' needs a scorer that estimates attention shares, not "
                 f"'{cache.sparse.scorer}'; use clusters or anchor"
             )
-    if smoothing.int8 != "off" or (smoothing.enable and smoothing.method != "window"):
+    if smoothing.int8 != "off" or smoothing.is_folded:
         what = smoothing.method if smoothing.enable else "int8"
         raise ConfigError(
             f"smoothing: {what} changes weights, which vLLM loads by itself; write a checkpoint with `gsm smooth "

@@ -36,7 +36,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def is_target(config: SmoothingConfig, prefix: str) -> bool:
     """Whether the module `prefix` is smoothed. Raises ConfigError where the choice needs measured activations."""
-    if not config.enable or config.method != "window":
+    if not config.is_windowed:
         return False
     if isinstance(config.target_layers, str):
         if config.target_layers != "all":

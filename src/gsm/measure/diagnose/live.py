@@ -116,7 +116,7 @@ class Diagnosis:
                 self.found("not-explained", f"KL is {kl:.3g}; turning single settings off did not halve it")
         elif repeated > 0.5 and repeated > usual + 0.2:
             self.found("repetition", f"{repeated:.0%} of the answer repeats itself, {usual:.0%} with the full cache")
-        if self.config.smoothing.enable and self.config.smoothing.method == "window":
+        if self.config.smoothing.is_windowed:
             self._lengths()
             self._neighbours()
 
