@@ -196,13 +196,15 @@ function card(epoch, rollout) {
   }
   if (epoch.reason) item.append(element("p", { class: `note ${kind === "back" ? "bad" : ""}` }, epoch.reason));
   const rows = epoch.evidence.filter((row) => row.num_answers > 0);
-  if (rows.length) item.append(evidence(epoch, rows));
+  // open while it is gathered, and afterwards where it says why the newest config is gone: a config may come and go between two polls
+  const isNews = epoch.status === "canary" || (epoch.status === "rolled back" && epoch === rollout.epochs[0]);
+  if (rows.length) item.append(evidence(epoch, rows, isNews));
   return item;
 }
 
-function evidence(epoch, rows) {
+function evidence(epoch, rows, isNews) {
   const details = element("details");
-  details.open = opened.has(epoch.epoch) || (epoch.status === "canary" && !closed.has(epoch.epoch));
+  details.open = opened.has(epoch.epoch) || (isNews && !closed.has(epoch.epoch));
   const worst = rows.reduce((most, row) => Math.max(most, progress(row)), 0);
   const judged = rows.some((row) => row.evidence != null);
   const verdict = worst >= 1 ? "Evidence: alarm" : `Evidence: ${Math.round(worst * 100)} % of the way to an alarm`;
