@@ -3,7 +3,8 @@
     python benchmarks/quantised.py bnb-8bit bnb-4bit torchao-int8 none --json benchmarks/results/quantised.json
 
 `none` is the model as it is in the file (the demo GGUF, unpacked to float32). Greedy tokens of the full cache are
-compared with plain transformers on the same quantised weights; speed is the median of the runs, arms in turn.
+compared with plain transformers on the same quantised weights; speed is the median of the runs, arms in turn; KL is
+that of sparse against the full cache, same weights again. A directory is a checkpoint that is already quantised (GPTQ).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from gsm.config import load_config
 from gsm.measure.bench.timing import timed_run
 from gsm.models import load_model
-from gsm.quality import GsmArm, PlainArm, encode, load_thirds
+from gsm.quality import Assessment, GsmArm, PlainArm, QualityPlan, encode, load_thirds
 from gsm.results import collect_environment, load_average
 
 
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=4096)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     environment = collect_environment(model=options.model, threads=torch.get_num_threads())
@@ -45,8 +47,12 @@ def main() -> None:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One format: tokens with the full cache, then TTFT, TPOT and bytes of plain transformers and sparse."""
-    loaded = load_model(options.model, quantization=None if name == "none" else name)
-    prompt = encode(loaded.tokenizer, load_thirds().evaluation)[None, : options.prompt_tokens]
+    if Path(name).is_dir():
+        loaded, name = load_model(name), Path(name).name
+    else:
+        loaded = load_model(options.model, quantization=None if name == "none" else name)
+    text_ids = encode(loaded.tokenizer, load_thirds().evaluation)
+    prompt = text_ids[None, : options.prompt_tokens]
     configs = {arm: load_config({"cache": {"preset": arm}}) for arm in ("full", "sparse")}
     plain = PlainArm(loaded.model)
     full, sparse = (GsmArm(loaded.model, configs[arm], name=arm) for arm in ("full", "sparse"))
@@ -65,6 +71,16 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for arm_name, pairs in samples.items():
         row[f"{arm_name}_ttft_ms"] = statistics.median(pair[0] for pair in pairs)
         row[f"{arm_name}_tpot_ms"] = statistics.median(pair[1] for pair in pairs if pair[1] is not None)
+    plan = QualityPlan.make(
+        options.prompt_tokens,
+        num_windows=options.windows,
+        windows_per_prefill=2,
+        needles_per_depth=0,
+        max_positions=loaded.arch.max_position_embeddings or 0,
+    )
+    assessment = Assessment(plain, [sparse], loaded.tokenizer, text_ids, plan)
+    assessment.run()
+    row["sparse_quality"] = assessment.results()["sparse"].model_dump(mode="json", exclude_none=True)
     return row
 
 

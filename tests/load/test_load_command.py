@@ -229,8 +229,9 @@ def test_wrong_input_is_one_clear_sentence(args: list[str], error: type[Exceptio
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
-def test_ctrl_c_keeps_the_results(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.name != "posix", reason="sends signals")
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_being_stopped_keeps_the_results(tmp_path: Path, stop: signal.Signals) -> None:
     path, path_ab = tmp_path / "result.json", tmp_path / "ab.json"
     num_measured = 0
 
@@ -239,7 +240,7 @@ def test_ctrl_c_keeps_the_results(tmp_path: Path) -> None:
             nonlocal num_measured
             num_measured += 1
             if num_measured == count:
-                process[0].send_signal(signal.SIGINT)
+                process[0].send_signal(stop)
             return Script([Step(60.0, DONE)]) if num_measured >= count else steady(2, 0.0, 0.0)
 
         return answer

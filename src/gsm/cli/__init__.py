@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+from types import FrameType
 
 import click
 
@@ -56,6 +58,7 @@ def main() -> None:
     """Entry point: exit code 0 fine, 1 a check did not pass, 2 wrong usage or input."""
     from gsm.errors import GsmError
 
+    signal.signal(signal.SIGTERM, _interrupt)  # a scheduler's stop keeps what is complete, as Ctrl-C does
     try:
         sys.exit(gsm(standalone_mode=False) or 0)
     except GsmError as error:
@@ -67,3 +70,7 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("gsm: interrupted", err=True)
         sys.exit(130)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    signal.raise_signal(signal.SIGINT)
