@@ -79,7 +79,10 @@ class TestReload:
         assert live.config.cache.sparse.budget_tokens == 2048
         assert live.reload({}) == 3
 
-    @pytest.mark.parametrize("new", [EVICT, {"engine": {"max_running": 3}}, {"smoothing": {"enable": True}}])
+    @pytest.mark.parametrize(
+        "new",
+        [EVICT, {"engine": {"max_running": 3}}, {"smoothing": {"enable": True}}, {"vllm": {"block_tokens": 16}}],
+    )
     def test_what_needs_a_restart_says_so_and_changes_nothing(self, new: dict[str, Any]) -> None:
         live = Live(load_config(SPARSE))
         if "smoothing" in new:
@@ -97,6 +100,7 @@ class TestLaunch:
         assert options["block_size"] == 32
         assert "kv_transfer_config" not in options
         assert engine_options(load_config(SPARSE), "cuda:0")["block_size"] == 16
+        assert engine_options(load_config({**SPARSE, "vllm": {"block_tokens": 16}}))["block_size"] == 16
 
     def test_dropping_blocks_brings_the_connector(self) -> None:
         assert engine_options(load_config(EVICT))["kv_transfer_config"]["kv_connector"] == "GsmConnector"

@@ -243,7 +243,7 @@ def worker_main() -> None:
 
     config = None if told["config"] is None else load_config(told["config"])
     device = told["device"]
-    options = {"block_size": block_tokens(device)} if config is None else _options(config, device)
+    options = {"block_size": block_tokens(None, device)} if config is None else _options(config, device)
     llm = LLM(
         model=told["source"], dtype=told["dtype"], enforce_eager=told["eager"], max_num_seqs=told["batch_size"],
         max_model_len=told["prompt_tokens"] + told["new_tokens"] + 1, max_num_batched_tokens=told["chunk_tokens"],

@@ -59,9 +59,10 @@ def require_vllm() -> None:
     )
 
 
-def block_tokens(device: str) -> int:
-    """Tokens of a block, which is a page here: the smallest the device's kernels read well."""
-    return _BLOCK_TOKENS[device.partition(":")[0]]
+def block_tokens(config: GsmConfig | None, device: str) -> int:
+    """Tokens of a block, which is a page here: what the config says, else the smallest the device reads well."""
+    chosen = config.vllm.block_tokens if config is not None else None
+    return chosen or _BLOCK_TOKENS[device.partition(":")[0]]
 
 
 def engine_options(config: GsmConfig, device: str = "cpu") -> dict[str, Any]:
@@ -69,7 +70,7 @@ def engine_options(config: GsmConfig, device: str = "cpu") -> dict[str, Any]:
     check(config)
     options: dict[str, Any] = {
         "additional_config": {KEY: config.model_dump(mode="json", exclude_unset=True)},
-        "block_size": block_tokens(device),
+        "block_size": block_tokens(config, device),
         "worker_extension_cls": WORKER_EXTENSION,
     }
     if evicts(config):

@@ -124,6 +124,11 @@ def refuse_restart(old: GsmConfig, new: GsmConfig) -> None:
         raise ConfigError(
             f"cold: {new.cache.cold} with policy: {new.cache.policy} needs another cache manager; restart with it"
         )
+    if new.vllm.block_tokens != old.vllm.block_tokens:
+        raise ConfigError(
+            f"vllm.block_tokens ({old.vllm.block_tokens} -> {new.vllm.block_tokens}): cached blocks have another size; "
+            "restart with it"
+        )
     if new.engine != old.engine:
         raise ConfigError("the engine section does not rule vLLM's scheduler; restart with vLLM's own flags instead")
     if new.smoothing != old.smoothing:
