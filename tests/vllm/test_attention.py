@@ -75,12 +75,21 @@ class TestSelection:
 
     @pytest.mark.parametrize("scorer", ["clusters", "anchor", "mean_sigma", "minmax"])
     def test_reads_what_the_transformers_path_reads(self, tiny_llama: Any, scorer: str, forced: Any) -> None:
+        self._compare(forced, tiny_llama, _with_scorer(scorer))
+
+    def test_blocks_of_16_tokens_read_it_too(self, tiny_llama: Any, start: Start) -> None:
+        settings = {**_with_scorer("clusters"), "vllm": {"block_tokens": 16}}
+        settings["cache"]["page_size"] = 16
+        self._compare(start(settings, forced=True, block_size=16), tiny_llama, settings, seed=3)
+
+    def _compare(self, forced: Any, tiny_llama: Any, settings: dict[str, Any], seed: int = 0) -> None:
+        """On text of which no two pages look alike but for the last bit."""
         from gsm.config import load_config
         from gsm.quality import GsmArm, PlainArm, WindowPlan, teacher_forced
         from gsm.quality.vllm import VllmArm
 
-        config = load_config(_with_scorer(scorer))
-        ids = torch.randint(3, 512, (1100,), generator=torch.Generator().manual_seed(0))
+        config = load_config(settings)
+        ids = torch.randint(3, 512, (1100,), generator=torch.Generator().manual_seed(seed))
         arms = [VllmArm(forced, config, "vllm"), PlainArm(tiny_llama, name="full")]
         plan = WindowPlan(900, 1, 40, 1)
         scores = dict(teacher_forced(GsmArm(tiny_llama, config, name="gsm"), arms, ids, plan))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -47,6 +48,11 @@ class GsmCPUAttentionBackend(CPUAttentionBackend):
     """Takes the place of `CPU_ATTN`; without a GSM config it does what that does."""
 
     customize_spec = classmethod(customize_spec)
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Blocks of 16 too: the kernel has code for them, and smaller pages are chosen better."""
+        return [MultipleOf(16)]
 
     @staticmethod
     def get_impl_cls() -> type:
