@@ -4,12 +4,12 @@
     python benchmarks/prompt_history.py --ttft 10 --json benchmarks/results/prompt-history-ttft.json
 
 40 chats of about 1050 tokens: of longer ones the model finds fewer than three quarters of the facts when it sees
-everything (benchmarks/LOG.md). The user asks about one topic of Python's manual after the other and is answered with its
-text; in turn 2 a fact is told and noted (half of them not numeric), in turn 20 it is asked for. The answer's first
-words are given. `full` sees everything, `text` is history mode text. Hits are counted by the engine's own prefix index on a tiny
-random model with the same tokenizer: all turns of every chat, each answer stored as generated tokens are. The first
-command needs about 7 minutes on two quiet cores, the second (first-token times, arms in turns, no prefix reuse; also
-with --chat-tokens 4000 --budget-tokens 1536) about 1; --chats 4 for a look.
+everything (benchmarks/LOG.md). The user asks about one topic of Python's manual after the other and is answered with
+its text; in turn 2 a fact is told and noted (half of them not numeric), in turn 20 it is asked for. The answer's first
+words are given. `full` sees everything, `text` is history mode text. Hits are counted by the engine's own prefix index
+on a tiny random model with the same tokenizer: all turns of every chat, each answer stored as generated tokens are. The
+first command needs about 7 minutes on two quiet cores, the second (first-token times, arms in turns, no prefix reuse;
+also with --chat-tokens 4000 --budget-tokens 1536) about 1; --chats 4 for a look.
 """
 
 from __future__ import annotations
