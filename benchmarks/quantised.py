@@ -1,17 +1,19 @@
 """Speed and bytes of quantised weights with and without GSM at 4k tokens of context, each on the same loaded model.
 
-    python benchmarks/quantised.py bnb-8bit bnb-4bit torchao-int8 none --json benchmarks/results/quantised.json
+    python benchmarks/quantised.py none torchao-int8 bnb-8bit bnb-4bit gptq --json benchmarks/results/quantised.json
 
 `none` is the model as it is in the file (the demo GGUF, unpacked to float32). Greedy tokens of the full cache are
 compared with plain transformers on the same quantised weights; speed is the median of the runs, arms in turn; KL is
-that of sparse against the full cache, same weights again. A directory is a checkpoint that is already quantised (GPTQ).
+that of sparse against the full cache, same weights again. `gptq` is quantised here first, by gptqmodel (4 bits).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 
 from gsm.config import load_config
 from gsm.measure.bench.timing import timed_run
-from gsm.models import load_model
+from gsm.models import LoadedModel, load_model
 from gsm.quality import Assessment, GsmArm, PlainArm, QualityPlan, encode, load_thirds
 from gsm.results import collect_environment, load_average
 
@@ -47,10 +49,7 @@ def main() -> None:
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One format: tokens with the full cache, then TTFT, TPOT and bytes of plain transformers and sparse."""
-    if Path(name).is_dir():
-        loaded, name = load_model(name), Path(name).name
-    else:
-        loaded = load_model(options.model, quantization=None if name == "none" else name)
+    loaded = load(name, options.model)
     text_ids = encode(loaded.tokenizer, load_thirds().evaluation)
     prompt = text_ids[None, : options.prompt_tokens]
     configs = {arm: load_config({"cache": {"preset": arm}}) for arm in ("full", "sparse")}
@@ -82,6 +81,26 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     assessment.run()
     row["sparse_quality"] = assessment.results()["sparse"].model_dump(mode="json", exclude_none=True)
     return row
+
+
+def load(name: str, source: str) -> LoadedModel:
+    """The model in a format: as it is, quantised by transformers while loading, or by gptqmodel before."""
+    if name != "gptq":
+        return load_model(source, quantization=None if name == "none" else name)
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its own default on two cores is too few for it to start
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    plain = load_model(source)
+    with tempfile.TemporaryDirectory() as directory:
+        unpacked, quantised = f"{directory}/plain", f"{directory}/gptq"
+        plain.model.save_pretrained(unpacked)
+        plain.tokenizer.save_pretrained(unpacked)
+        text = encode(plain.tokenizer, load_thirds().calibration)[: 16 * 256].view(16, 256).tolist()
+        rows = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in text]
+        quantiser = GPTQModel.load(unpacked, QuantizeConfig(bits=4, group_size=32), device="cpu")
+        quantiser.quantize(rows, batch_size=1)
+        quantiser.save(quantised)
+        return load_model(quantised)
 
 
 def greedy(arm: Any, prompt: torch.Tensor, new_tokens: int = 24) -> list[int]:
