@@ -43,6 +43,7 @@ QUALITY_ARMS: dict[str, tuple[dict[str, Any], float | None]] = {
     "dynamic + channel": ({**CHANNEL, "int8": "dynamic"}, 0.01),
     "static + rotate": ({**ROTATE, "int8": "static"}, 0.015),
     "weight_only": ({"int8": "weight_only"}, 0.002),
+    "weight_only, head in fp32": ({"int8": "weight_only", "int8_lm_head": False}, 0.002),
     "static": ({"int8": "static"}, None),
     "static + rotate, sinks not exempt": ({**ROTATE, "int8": "static", "skip_sink": False}, None),
 }
@@ -50,6 +51,7 @@ SPEED_ARMS: dict[str, dict[str, Any]] = {
     "dynamic + rotate": {**ROTATE, "int8": "dynamic"},
     "dynamic": {"int8": "dynamic"},  # `channel` runs the same code: a fold leaves no trace at run time
     "weight_only": {"int8": "weight_only"},
+    "weight_only, head in fp32": {"int8": "weight_only", "int8_lm_head": False},
     "static + rotate": {**ROTATE, "int8": "static"},
 }
 # the document's ranges: strength 0.05 to 0.3, window 4 to 16; "{}" is the configuration it recommends
@@ -94,18 +96,27 @@ class Bench:
         print(f"written: benchmarks/results/{name}")
 
 
-def quality(bench: Bench, num_tokens: int) -> None:
+def earlier(name: str, only: list[str]) -> dict[str, Any]:
+    """Arms of the file that stay as they are while some are measured (again)."""
+    found = json.loads((RESULTS / name).read_text(encoding="utf-8"))["arms"] if only else {}
+    return {arm: result for arm, result in found.items() if arm not in only}
+
+
+def quality(bench: Bench, num_tokens: int, only: list[str]) -> None:
     """Perplexity change, KL and top-1 of every arm against fp32 on the same evaluation tokens."""
     calibration = calibrate(bench.model, bench.samples)
     test = PairedTest(bench.model, bench.text, num_tokens, GuardConfig())
-    results: dict[str, Any] = {}
+    results = earlier("smooth_quality.json", only)
     for name, (settings, bar) in QUALITY_ARMS.items():
+        if only and name not in only:
+            continue
         with apply(bench.model, SmoothingConfig(**settings), samples=bench.samples, calibration=calibration) as applied:
             verdict = test.measure()
         change = verdict.perplexity_change
         assert change is not None
         results[name] = {
             "settings": settings,
+            "command": "python " + " ".join(sys.argv),
             "bar": bar,
             "within_bar": None if bar is None else change.mean <= bar,
             "max_logit_change_of_the_fold": applied.max_logit_change,
@@ -119,16 +130,18 @@ def quality(bench: Bench, num_tokens: int) -> None:
 def _compare_with_plain(results: dict[str, Any]) -> None:
     """How much of plain int8's loss a smoothed arm still has."""
     for name, result in results.items():
-        plain = results.get(name.partition(" + ")[0])
+        plain = results.get(name.partition(" + ")[0].partition(", ")[0])
         if plain is not None and plain is not result:
             result["share_of_plain_loss"] = result["perplexity_change"]["mean"] / plain["perplexity_change"]["mean"]
 
 
-def speed(bench: Bench, prompt_tokens: int, rounds: int) -> None:
+def speed(bench: Bench, prompt_tokens: int, rounds: int, only: list[str]) -> None:
     """Prefill, decode and products of every arm, each in turn with fp32."""
     prompt = encode(bench.loaded.tokenizer, bench.thirds.tuning)[:prompt_tokens]
-    results: dict[str, Any] = {}
+    results = earlier("smooth_speed.json", only)
     for name, settings in SPEED_ARMS.items():
+        if only and name not in only:
+            continue
         config = SmoothingConfig(**settings)
         found = compare_speed(
             bench.model,
@@ -138,6 +151,7 @@ def speed(bench: Bench, prompt_tokens: int, rounds: int) -> None:
         )
         results[name] = {
             "settings": settings,
+            "command": "python " + " ".join(sys.argv),
             "prefill_gain": found.prefill_gain,
             "decode_gain": found.decode_gain,
             **found.model_dump(mode="json"),
@@ -297,12 +311,13 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=2048, help="of the prefill (speed, cost)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--samples", type=int, default=64, help="calibration samples (memory)")
+    parser.add_argument("--only", nargs="+", default=[], help="measure these arms, keep the file's others")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     bench = Bench(options.threads)
     parts = {
-        "quality": lambda: quality(bench, options.tokens),
-        "speed": lambda: speed(bench, options.prompt_tokens, options.rounds),
+        "quality": lambda: quality(bench, options.tokens, options.only),
+        "speed": lambda: speed(bench, options.prompt_tokens, options.rounds, options.only),
         "window": lambda: window(bench, options.tokens),
         "cost": lambda: cost(bench, options.prompt_tokens),
         "tails": lambda: tails(bench),

@@ -21,6 +21,7 @@ METHODS = {  # row -> (quality arm, speed arm, arm of the tails)
     "rotate + int8 dynamic": ("dynamic + rotate", "dynamic + rotate", "rotate"),
     "rotate + int8 static, sinks exempt": ("static + rotate", "static + rotate", "rotate"),
     "int8 weight-only": ("weight_only", "weight_only", ""),
+    "int8 weight-only, head in fp32": ("weight_only, head in fp32", "weight_only, head in fp32", ""),
 }
 
 
