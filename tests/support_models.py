@@ -99,6 +99,8 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
 
 def build_tiny_model(model_type: str, *, seed: int = 0, attn: str = "sdpa", **overrides: Any) -> PreTrainedModel:
     config = tiny_config(model_type, **overrides)
+    if getattr(config, "attn_logit_softcapping", None):
+        attn = "eager"  # older transformers take sdpa here and silently leave the soft-cap out
     generator_state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     try:

@@ -331,6 +331,9 @@ as of V4. Which families are read how is a table too: `gsm/arch/families.py`.
 What the notes mean in memory: sliding and chunked layers keep the pages of their window only; latent attention stores
 one latent with its rotary part per token and nothing else, and attends it without expanding it; a recurrent state stays
 in transformers' own cache layers beside the pages, so a hybrid model can be forked and reordered, but not cropped.
+
+transformers 5.16 takes `sdpa` for models with soft-caps such as Gemma 2 and leaves the caps out without a word. GSM applies
+them: its logits are those of `attn_implementation="eager"`.
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -33,10 +34,13 @@ class VllmArm:
 
 def full_cache(config: GsmConfig) -> GsmConfig:
     """A config that reads and keeps everything, and that an engine started with `config` can go over to."""
-    if not evicts(config):
-        return load_config({"smoothing": config.smoothing.model_dump(exclude_unset=True)})
-    keep = {"policy": "recent", "cold": "drop", "hot_size": 1 << 30}
-    return load_config({"cache": keep, "smoothing": config.smoothing.model_dump(exclude_unset=True)})
+    kept: dict[str, Any] = {
+        "smoothing": config.smoothing.model_dump(exclude_unset=True),
+        "vllm": {"block_tokens": config.vllm.block_tokens},
+    }
+    if evicts(config):
+        kept["cache"] = {"policy": "recent", "cold": "drop", "hot_size": 1 << 30}
+    return load_config(kept)
 
 
 class VllmSession:
