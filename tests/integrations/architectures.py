@@ -332,8 +332,8 @@ What the notes mean in memory: sliding and chunked layers keep the pages of thei
 one latent with its rotary part per token and nothing else, and attends it without expanding it; a recurrent state stays
 in transformers' own cache layers beside the pages, so a hybrid model can be forked and reordered, but not cropped.
 
-transformers 5.16 takes `sdpa` for models with soft-caps such as Gemma 2 and leaves the caps out without a word. GSM applies
-them: its logits are those of `attn_implementation="eager"`.
+transformers 5.16 takes `sdpa` for models with soft-caps such as Gemma 2 and leaves the caps out without a word. GSM
+applies them: its logits are those of `attn_implementation="eager"`.
 """
 
 
