@@ -206,10 +206,17 @@ def capacity(args: argparse.Namespace) -> None:
                 rows[f"{dtype} {preset}"] = {"bytes_at_end": used, "bytes_at_most": most}
                 rows[f"{dtype} {preset}"]["bytes_admitted"] = engine.room.bytes_of(args.context + args.new_tokens)
     for dtype in ("float32", "bfloat16"):
+        memory = 8 * rows[f"{dtype} full"]["bytes_admitted"]
         for preset in ("tiers", "sparse-int4"):
-            ratio = rows[f"{dtype} full"]["bytes_admitted"] / rows[f"{dtype} {preset}"]["bytes_admitted"]
-            rows[f"{dtype} {preset}"]["requests_that_fit_against_full"] = ratio
+            row = rows[f"{dtype} {preset}"]
+            row["running_in_the_memory_of_8_full"] = running_in(memory, row)
+            row["requests_that_fit_against_full"] = running_in(memory, row) / 8
     write("engine-capacity.json", args, before, {"work": f"{args.context} + {args.new_tokens} tokens", "rows": rows})
+
+
+def running_in(memory: float, row: dict[str, int]) -> int:
+    """Requests that run at once: the one that enters must fit at its most, with the chunk that is being computed."""
+    return 1 + int((memory - row["bytes_admitted"]) / row["bytes_at_most"])
 
 
 def short(args: argparse.Namespace) -> None:

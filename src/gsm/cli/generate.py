@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 @backend_option
 @click.option(
     "--forget",
-    type=click.Choice(("same", "oldest", "half")),
-    default="same",
+    type=click.Choice(("oldest", "same", "half")),
+    default="oldest",
     show_default=True,
     help="What the llamacpp back end forgets when its window is full.",
 )

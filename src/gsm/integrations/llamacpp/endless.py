@@ -20,16 +20,16 @@ from gsm.errors import InputError, ModelError, UnsupportedModel
 from gsm.integrations.llamacpp.choose import Protected, Range, choose_ranges, shifted
 from gsm.integrations.llamacpp.state import SavedKeys, read_keys
 
-Forget = Literal["same", "oldest", "half"]
+Forget = Literal["oldest", "same", "half"]
 
 
 @dataclass(frozen=True)
 class EndlessOptions:
-    """How a window is kept. ``forget``: ``same`` (blocks of the least distinctive keys), ``oldest`` (as many of the
-    oldest), or ``half`` (llama.cpp's own context shift: the oldest half)."""
+    """How a window is kept. ``forget``: ``oldest``, ``same`` (as many, in blocks of the least distinctive keys), or
+    ``half`` (llama.cpp's own context shift: the oldest half)."""
 
     window_tokens: int = 2048
-    forget: Forget = "same"
+    forget: Forget = "oldest"
     free_share: float = 0.25  # of the window, each time it is full
     sink_tokens: int = 4
     recent_share: float = 0.25  # of the window, never forgotten
