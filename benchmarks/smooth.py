@@ -219,7 +219,7 @@ def cost(bench: Bench, prompt_tokens: int) -> None:
 
 def tails(bench: Bench) -> None:
     """Excess kurtosis of every site before and after folding (first token of each sample left out), and the picture."""
-    before = calibrate(bench.model, bench.samples)
+    before = calibrate(bench.model, bench.samples, name=bench.loaded.name)
     draw_calibration(before, RESULTS / "smooth_tails.png")
     found = {"before": _kurtosis(before)}
     for name, settings in TAIL_ARMS.items():

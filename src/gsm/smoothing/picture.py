@@ -24,7 +24,7 @@ def draw_calibration(calibration: Calibration, path: str | Path) -> None:
     try:
         _lines(axes[0], calibration, "excess kurtosis", lambda site: site.kurtosis, lambda site: site.kurtosis_body)
         _lines(axes[1], calibration, "largest absolute value", lambda site: site.max, lambda site: site.max_body)
-        axes[0].legend(fontsize=7, ncols=2)
+        axes[0].legend(fontsize=7, ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
         axes[1].set_xlabel("block (dashed: with the first token of each sample)")
         figure.suptitle(f"{calibration.model}: {calibration.num_samples} samples of {calibration.sample_tokens} tokens")
         _save(figure, Path(path))
