@@ -135,7 +135,8 @@ def bench_vllm(spec: VllmBenchSpec, progress: Progress = no_progress) -> BenchRe
     names = [STOCK, *(arm.name for arm in arms)]
     configs = [None, *(arm.config for arm in arms)]
     workers: list[_Worker] = []
-    notes = [f"{STOCK} is vLLM without GSM in blocks of its default size; both run {'eager' if spec.eager else 'compiled'}"]
+    how = "eager" if spec.eager else "compiled"
+    notes = [f"{STOCK} is vLLM without GSM in blocks of its default size; both run {how}"]
     try:
         for name, config in zip(names, configs, strict=True):
             progress(f"starting vLLM: {name}", len(workers), len(names))
