@@ -23,7 +23,7 @@ from gsm.config import ConfigLike, GsmConfig, load_config
 from gsm.core.view import AttentionSpec
 from gsm.errors import AttachError
 from gsm.integrations.transformers.cache import Cache, check_grading
-from gsm.integrations.transformers.forward import cache_kwarg
+from gsm.integrations.transformers.forward import CHUNKS_GO_ON, cache_kwarg
 from gsm.integrations.transformers.latent import absorb_query, expand_output
 from gsm.integrations.transformers.refusals import check_cache, check_call, check_kv_quantisation, check_model
 from gsm.integrations.transformers.step import CURRENT_FORWARD, Forward
@@ -109,7 +109,8 @@ class _Changes:
     def _set_generation(self, config: GsmConfig, arch: ModelArch) -> None:
         """The prompt in chunks, and no cache of another kind because the checkpoint asks for one by default."""
         has_states = any(layer.kind == "linear" or layer.state_elements for layer in arch.layers)
-        if self.generation.prefill_chunk_size is None and not has_states:  # not every state goes on from a chunk
+        can_chunk = CHUNKS_GO_ON and not has_states  # not every state goes on from a chunk
+        if self.generation.prefill_chunk_size is None and can_chunk:
             self.generation.prefill_chunk_size = config.cache.prefill_chunk_tokens
         if self.generation.cache_implementation not in (None, "quantized"):
             self.generation.cache_implementation = None

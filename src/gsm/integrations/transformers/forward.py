@@ -6,10 +6,15 @@ import inspect
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from gsm.errors import InputError
+
+# Before 5.21 a `generate` that reads its prompt in chunks begins at position 0 again even when its cache is not empty.
+CHUNKS_GO_ON = Version(transformers.__version__) >= Version("5.21")
 
 
 def cache_kwarg(model: PreTrainedModel) -> str:
