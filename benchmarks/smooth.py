@@ -96,20 +96,21 @@ class Bench:
         print(f"written: benchmarks/results/{name}")
 
 
-def earlier(name: str, only: list[str]) -> dict[str, Any]:
-    """Arms of the file that stay as they are while some are measured (again)."""
-    found = json.loads((RESULTS / name).read_text(encoding="utf-8"))["arms"] if only else {}
-    return {arm: result for arm, result in found.items() if arm not in only}
+def select_arms(arms: dict[str, Any], only: list[str], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arms to measure, and the file's results of those that stay as they are. `only` empty: all, and none."""
+    if unknown := set(only) - set(arms):
+        raise SystemExit(f"--only names {', '.join(sorted(unknown))}, but the arms are {'; '.join(arms)}")
+    found = json.loads((RESULTS / file).read_text(encoding="utf-8"))["arms"] if only else {}
+    kept = {name: result for name, result in found.items() if name not in only}
+    return {name: arm for name, arm in arms.items() if not only or name in only}, kept
 
 
 def quality(bench: Bench, num_tokens: int, only: list[str]) -> None:
     """Perplexity change, KL and top-1 of every arm against fp32 on the same evaluation tokens."""
     calibration = calibrate(bench.model, bench.samples)
     test = PairedTest(bench.model, bench.text, num_tokens, GuardConfig())
-    results = earlier("smooth_quality.json", only)
-    for name, (settings, bar) in QUALITY_ARMS.items():
-        if only and name not in only:
-            continue
+    arms, results = select_arms(QUALITY_ARMS, only, "smooth_quality.json")
+    for name, (settings, bar) in arms.items():
         with apply(bench.model, SmoothingConfig(**settings), samples=bench.samples, calibration=calibration) as applied:
             verdict = test.measure()
         change = verdict.perplexity_change
@@ -138,10 +139,8 @@ def _compare_with_plain(results: dict[str, Any]) -> None:
 def speed(bench: Bench, prompt_tokens: int, rounds: int, only: list[str]) -> None:
     """Prefill, decode and products of every arm, each in turn with fp32."""
     prompt = encode(bench.loaded.tokenizer, bench.thirds.tuning)[:prompt_tokens]
-    results = earlier("smooth_speed.json", only)
-    for name, settings in SPEED_ARMS.items():
-        if only and name not in only:
-            continue
+    arms, results = select_arms(SPEED_ARMS, only, "smooth_speed.json")
+    for name, settings in arms.items():
         config = SmoothingConfig(**settings)
         found = compare_speed(
             bench.model,
