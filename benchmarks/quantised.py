@@ -22,6 +22,7 @@ import torch
 from gsm.config import load_config
 from gsm.measure.bench.timing import timed_run
 from gsm.models import LoadedModel, load_model
+from gsm.models.weights import weight_bytes
 from gsm.quality import Assessment, GsmArm, PlainArm, QualityPlan, encode, load_thirds
 from gsm.results import collect_environment, load_average
 
@@ -58,7 +59,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     short = prompt[:, :256]
     row: dict[str, Any] = {
         "format": name,
-        "weight_bytes": sum(map(stored_bytes, (*loaded.model.parameters(), *loaded.model.buffers()))),
+        "weight_bytes": weight_bytes(loaded.model),
         "full_equals_plain": greedy(full, short) == greedy(plain, short),
     }
     samples: dict[str, list[tuple[float, float | None]]] = {"transformers": [], "sparse": []}
@@ -101,13 +102,6 @@ def load(name: str, source: str) -> LoadedModel:
         quantiser.quantize(rows, batch_size=1)
         quantiser.save(quantised)
         return load_model(quantised)
-
-
-def stored_bytes(tensor: torch.Tensor) -> int:
-    """Bytes in memory; a tensor that wraps quantised ones (torchao) says what it would take unpacked."""
-    if hasattr(tensor, "__tensor_flatten__") and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return sum(stored_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.nbytes
 
 
 def greedy(arm: Any, prompt: torch.Tensor, new_tokens: int = 24) -> list[int]:

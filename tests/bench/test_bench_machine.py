@@ -12,7 +12,7 @@ import torch
 from gsm.errors import MeasurementError
 from gsm.measure.bench import machine
 from gsm.measure.bench.machine import CpuMeter, benchmark_lock, wait_for_quiet
-from gsm.measure.bench.memory import PeakMemory, weight_read_bytes
+from gsm.measure.bench.memory import PeakMemory
 from gsm.quality import no_progress
 
 MIB = 2**20
@@ -77,11 +77,3 @@ def test_without_proc_the_peak_is_unknown_and_not_zero(monkeypatch: pytest.Monke
     assert PeakMemory().rss_bytes() is None
     monkeypatch.setattr(memory, "_STATUS", Path("/nonexistent/status"))
     assert memory._status_bytes("VmHWM") is None
-
-
-def test_weights_read_per_step(tiny_model) -> None:
-    for tied in (True, False):
-        model = tiny_model("llama", tie_word_embeddings=tied)
-        everything = sum(p.nbytes for p in model.parameters())  # a tied matrix is listed once
-        table = model.get_input_embeddings().weight.nbytes
-        assert weight_read_bytes(model) == (everything if tied else everything - table + table // 128)

@@ -21,6 +21,7 @@ from gsm.guard.guard import search
 from gsm.guard.records import Outcome, SiteChoice, SmoothResult, Speed, Step, Tails
 from gsm.guard.speed import compare_speed
 from gsm.models import LoadedModel
+from gsm.models.weights import weight_bytes
 from gsm.quality.texts import TextThirds, encode
 from gsm.results import Environment
 from gsm.smoothing import Applied, Calibration, apply, calibrate, cut_samples
@@ -129,7 +130,7 @@ def _settle(plan: SmoothPlan) -> tuple[SmoothingConfig, list[str]]:
 def _describe(
     applied: Applied, model: Any, environment: Environment, thirds: TextThirds, notes: list[str]
 ) -> SmoothResult:
-    before = sum(parameter.nbytes for parameter in model.parameters())
+    before = weight_bytes(model)
     int8 = [module for module in model.modules() if isinstance(module, Int8Linear)]
     return SmoothResult(
         environment=environment,

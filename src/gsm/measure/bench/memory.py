@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -38,19 +34,6 @@ def device_peak_bytes() -> int | None:
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
     return torch.cuda.max_memory_allocated()
-
-
-def weight_read_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that one decode step reads: every parameter, but of an untied embedding only one row."""
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    parameters: dict[int, Any] = {id(p): p for p in model.parameters()}
-    total = sum(p.nbytes for p in parameters.values())
-    weight = getattr(embedding, "weight", None)
-    tied = head is not None and getattr(head, "weight", None) is weight
-    if weight is None or tied or id(weight) not in parameters:
-        return total
-    return int(total - weight.nbytes + weight.nbytes // weight.shape[0])
 
 
 def _reset_high_water_mark() -> bool:

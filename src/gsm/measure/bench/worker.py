@@ -17,11 +17,12 @@ import torch
 
 from gsm.errors import GsmError
 from gsm.measure.bench.arms import PLAIN, make_arm, resolve_arm
-from gsm.measure.bench.memory import PeakMemory, device_peak_bytes, weight_read_bytes
+from gsm.measure.bench.memory import PeakMemory, device_peak_bytes
 from gsm.measure.bench.prompt import make_prompt
 from gsm.measure.bench.spec import Job
 from gsm.measure.bench.timing import memory_bandwidth, timed_run
 from gsm.models import load_model
+from gsm.models.weights import weight_bytes, weight_read_bytes
 from gsm.quality import ModelSession, PlainArm, SmoothedArm, load_thirds
 
 
@@ -48,7 +49,6 @@ class Worker:
 
     def ready(self) -> dict[str, Any]:
         """What the parent must know before it starts."""
-        model_bytes = sum(p.nbytes for p in self.loaded.model.parameters())
         on_gpu = self.prompt.device.type == "cuda"
         return {
             "model": self.loaded.name,
@@ -57,7 +57,7 @@ class Worker:
             "threads": torch.get_num_threads(),
             "max_positions": self.loaded.arch.max_position_embeddings,
             "weight_bytes": weight_read_bytes(self.loaded.model),
-            "model_bytes": model_bytes,
+            "model_bytes": weight_bytes(self.loaded.model),
             "free_bytes": torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available,
             "text_sha256": self.text_sha256,
         }

@@ -16,6 +16,7 @@ from gsm.kv.positions import REMOVED
 from gsm.measure.diagnose.observe import Observation, Subject, beside_another, observe
 from gsm.measure.diagnose.record import Checked, Finding, finding
 from gsm.measure.diagnose.signals import grid_bits, key_values, kl_by_length, mean_kl, repeated_share
+from gsm.models.weights import weight_read_bytes
 
 STATISTICS_SHARE, BOOKKEEPING_SHARE = 0.01, 0.15
 KV_SHARE = 0.2  # of the bytes a step reads; below it the cache cannot be what a step waits for
@@ -233,7 +234,7 @@ class Diagnosis:
             self._window_cost()
         if seen.step_ms < 0.95 * plain.step_ms:
             return
-        weights = sum(p.nbytes for p in self.subject.model.parameters())
+        weights = weight_read_bytes(self.subject.model)
         share = plain.kv_bytes / (plain.kv_bytes + weights)
         self.check("KV's share of the bytes a step reads", f"{share:.1%}")
         length = len(self.subject.prompt)

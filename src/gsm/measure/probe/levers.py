@@ -13,6 +13,7 @@ from gsm.measure.probe.record import Lever
 from gsm.measure.probe.spec import ProbeSpec
 from gsm.measure.probe.turns import Contender, gain, take_turns, with_noise, with_text
 from gsm.models import LoadedModel, load_model
+from gsm.models.weights import weight_bytes
 from gsm.quality import GsmArm, PlainArm, Progress
 from gsm.stats import summary
 
@@ -128,7 +129,7 @@ class Levers:
         model = self.loaded.model
         device = model.device
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-        return model.dtype == torch.float32 and sum(p.nbytes for p in model.parameters()) / 2 < 0.7 * free
+        return model.dtype == torch.float32 and weight_bytes(model) / 2 < 0.7 * free
 
     def _bfloat16_arm(self) -> PlainArm:
         if self._bfloat16 is None:
