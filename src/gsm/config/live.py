@@ -28,6 +28,7 @@ RESTART: Mapping[str, str] = {
     "cache.sparse.scorer": "summaries of existing pages were made for the other scorer",
     "engine.kv_pages": "page tables were sized by it; engine.kv_memory_mib can change",
     "engine.prefix_disk_mib": "the prefix directory is opened at start",
+    "linear": "the model's layers were given their code when the engine started",
     "smoothing.int8": _WEIGHTS,
     "smoothing.int8_lm_head": _WEIGHTS,
     "smoothing.keep_precision": _WEIGHTS,

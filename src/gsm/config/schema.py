@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from gsm.config.engine import EngineConfig
+from gsm.config.linear import LinearConfig
 from gsm.config.presets import apply_preset
 from gsm.config.prompt import PromptConfig
 from gsm.config.reasoning import ReasoningConfig
@@ -168,6 +169,7 @@ class GsmConfig(Section):
 
     cache: CacheConfig = CacheConfig()
     smoothing: SmoothingConfig = SmoothingConfig()
+    linear: LinearConfig = LinearConfig()
     engine: EngineConfig = EngineConfig()
     prompt: PromptConfig = PromptConfig()
     reasoning: ReasoningConfig = ReasoningConfig()

@@ -1,4 +1,4 @@
-"""Wrap a model, never edit it: a registered attention, two hooks, and everything put back at the end."""
+"""Wrap a model, never edit it: a registered attention, two hooks, faster linear layers, and all put back at the end."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from gsm.integrations.transformers.forward import CHUNKS_GO_ON, cache_kwarg
 from gsm.integrations.transformers.latent import absorb_query, expand_output
 from gsm.integrations.transformers.refusals import check_cache, check_call, check_kv_quantisation, check_model
 from gsm.integrations.transformers.step import CURRENT_FORWARD, Forward
+from gsm.linear import fast_linears
 
 NAME = "gsm"  # our key in transformers' attention registry
 # id of an attached config -> the attention it had: serves calls that carry no gsm cache
@@ -71,7 +72,8 @@ def attach(model: PreTrainedModel, config: ConfigLike = None, *, tokenizer: Any 
         changes = _Changes(model)
         changes.make(handle, arch)
     try:
-        yield handle
+        with fast_linears(model, settings.linear.backend):
+            yield handle
     finally:
         _cancel_interrupted()
         changes.undo()

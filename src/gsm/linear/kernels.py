@@ -1,0 +1,116 @@
+"""The compiled product of a few float32 rows with a weight matrix in float32 or bfloat16 (numba).
+
+A decode step reads every weight once and does little with it, so what counts is how fast memory is read. All threads of
+torch's own team (`gsm.core.team`) take chunks of output channels from a shared counter and go through their weights in
+one stream; up to four rows of x share each pass. Sums are reassociated so that they vectorise; NaN and infinity stay
+what they are.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numba
+import numpy as np
+from numba import carray, types
+from numba.extending import intrinsic
+
+from gsm.core.team import add_to, pointer
+
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+_inner = numba.njit(fastmath=_FAST, nogil=True, cache=True, error_model="numpy")
+
+# What a call is told: sizes and addresses, int64 each. `at` is the address of `counter`; `bias` may be 0.
+FIELDS = ("counter", "at", "chunk", "rows", "n", "out", "x", "w", "bias", "y")
+_ARGUMENTS = np.dtype([(name, np.int64) for name in FIELDS])
+
+
+@intrinsic
+def _value(typingctx, stored):
+    """A stored weight as float32; a bfloat16 (numba has none) arrives as its bits, the upper half of a float32's."""
+    if stored == types.float32:
+        return types.float32(types.float32), lambda context, builder, signature, args: args[0]
+
+    def widen(context, builder, signature, args):
+        integer = context.get_value_type(types.uint32)
+        bits = builder.shl(builder.zext(args[0], integer), integer(16))
+        return builder.bitcast(bits, context.get_value_type(types.float32))
+
+    return types.float32(types.uint16), widen
+
+
+@_inner
+def _dot(x, w, n):
+    total = np.float32(0.0)
+    for i in range(n):
+        total += x[i] * _value(w[i])
+    return total
+
+
+@_inner
+def _dot2(x0, x1, w, n):
+    a = b = np.float32(0.0)
+    for i in range(n):
+        v = _value(w[i])
+        a += x0[i] * v
+        b += x1[i] * v
+    return a, b
+
+
+@_inner
+def _dot4(x0, x1, x2, x3, w, n):
+    a = b = c = d = np.float32(0.0)
+    for i in range(n):
+        v = _value(w[i])
+        a += x0[i] * v
+        b += x1[i] * v
+        c += x2[i] * v
+        d += x3[i] * v
+    return a, b, c, d
+
+
+@_inner
+def _product(a, w):
+    """y = x w^T + bias for x [rows, n], w [out, n], bias [out] and y [rows, out], C-contiguous; all but w float32."""
+    rows, n, out = a.rows, a.n, a.out
+    x = carray(pointer(a.x), (rows, n), np.float32)
+    y = carray(pointer(a.y), (rows, out), np.float32)
+    start = add_to(a.at, a.chunk)
+    while start < out:
+        end = min(start + a.chunk, out)
+        for j in range(start, end):
+            row, r = w[j], 0
+            while r + 4 <= rows:
+                y[r, j], y[r + 1, j], y[r + 2, j], y[r + 3, j] = _dot4(x[r], x[r + 1], x[r + 2], x[r + 3], row, n)
+                r += 4
+            if r + 2 <= rows:
+                y[r, j], y[r + 1, j] = _dot2(x[r], x[r + 1], row, n)
+                r += 2
+            if r < rows:
+                y[r, j] = _dot(x[r], row, n)
+        if a.bias:
+            bias = carray(pointer(a.bias), out, np.float32)
+            for r in range(rows):
+                for j in range(start, end):
+                    y[r, j] += bias[j]
+        start = add_to(a.at, a.chunk)
+
+
+def _float32(args):
+    a = carray(args, 1)[0]
+    _product(a, carray(pointer(a.w), (a.out, a.n), np.float32))
+
+
+def _bfloat16(args):
+    a = carray(args, 1)[0]
+    _product(a, carray(pointer(a.w), (a.out, a.n), np.uint16))
+
+
+@lru_cache(maxsize=1)
+def entry_points() -> dict[str, Any]:
+    """The compiled functions by the weight's dtype; their `address` is for `run_team`. Compiles or loads."""
+    signature = types.void(types.CPointer(numba.from_dtype(_ARGUMENTS)))
+    compile_entry = numba.cfunc(signature, cache=True, fastmath=_FAST, error_model="numpy")
+    return {function.__name__.lstrip("_"): compile_entry(function) for function in (_float32, _bfloat16)}

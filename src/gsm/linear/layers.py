@@ -1,0 +1,74 @@
+"""Give a model's linear layers another way to multiply, for a while."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gsm.config.linear import LinearBackend
+from gsm.linear.products import FEW_ROWS, has_kernel, multiply, onednn_is_faster
+
+
+@contextmanager
+def fast_linears(model: nn.Module, backend: LinearBackend = "auto") -> Iterator[int]:
+    """Inside the block plain `nn.Linear` layers of ``model`` in float32 or bfloat16 on a CPU multiply by faster code.
+
+    Yields how many layers are served: none with ``backend`` "torch", or where nothing faster is known. Modules and
+    weights stay the objects they are, only `forward` of each layer is shadowed; layers whose `forward` somebody else
+    replaced (offloading hooks, quantisers) are left alone. Calls that record gradients, other dtypes and other devices
+    take torch's own way.
+    """
+    served = _servable(model) if backend == "auto" else []
+    if served and has_kernel():
+        threading.Thread(target=_compile, daemon=True).start()  # beside the prompt
+    try:
+        for module in served:
+            module.forward = _forward(module)  # type: ignore[method-assign, assignment]
+        yield len(served)
+    finally:
+        for module in served:
+            module.__dict__.pop("forward", None)
+
+
+def _servable(model: nn.Module) -> list[nn.Linear]:
+    return [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear and "forward" not in module.__dict__ and _is_faster(module.weight)
+    ]
+
+
+def _is_faster(weight: Any) -> bool:
+    return _is_plain(weight) and (has_kernel() or (weight.dtype == torch.float32 and onednn_is_faster()))
+
+
+def _is_plain(weight: Any) -> bool:
+    """Whether ``weight`` is a matrix of numbers in this machine's memory, not a tensor of a quantiser's own class."""
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.dtype in FEW_ROWS
+    return bool(plain and weight.device.type == "cpu" and weight.is_contiguous())
+
+
+def _forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+    parameters = module._parameters  # read at every call: a fold may replace them
+
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = parameters["weight"], parameters["bias"]
+        assert weight is not None
+        if torch.is_grad_enabled() or not _is_plain(weight) or x.dtype != weight.dtype or not x.numel():
+            return functional.linear(x, weight, bias)
+        y = multiply(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias)
+        return y.view(*x.shape[:-1], -1)
+
+    return forward
+
+
+def _compile() -> None:
+    from gsm.linear.kernels import entry_points
+
+    entry_points()

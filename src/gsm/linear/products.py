@@ -1,0 +1,98 @@
+"""x w^T + b on a CPU, by whichever code reads the weights fastest.
+
+torch hands float32 products to MKL, which on processors other than Intel's reads weights at a quarter of the memory's
+speed, and a few bfloat16 rows to code that is at half of it. Two ways around; neither copies or packs a weight:
+
+* a few rows (decode steps): the compiled kernel of `gsm.linear.kernels`;
+* more float32 rows (prefill), where MKL takes its slow path: oneDNN, which torch has inside and uses for other dtypes.
+
+Results differ from torch's in the order of float32 sums, as they do between two builds of torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gsm.core.team import run_team
+
+# Up to so many rows the kernel wins. Two cores, all weights of the demo model, kernel against torch (oneDNN):
+# float32 1 row 21 / 56 (37) ms, 8 rows 34 / 78 (48), 16 rows 68 / 92 (56); bfloat16 1 row 12 / 23, 4 rows 16 / 25,
+# 8 rows 26 / 27.
+FEW_ROWS = {torch.float32: 8, torch.bfloat16: 4}
+_MAX_CHUNK = 1024  # output channels that a thread takes at a time, at most
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x` [rows, n], `weight` [out, n] and `bias` [out] or None of one dtype in FEW_ROWS, contiguous, on the CPU.
+
+    Returns [rows, out] of the same dtype. No gradients are recorded.
+    """
+    if has_kernel() and 0 < x.shape[0] <= FEW_ROWS[x.dtype]:
+        return few_rows(x, weight, bias)
+    if x.dtype == torch.float32 and onednn_is_faster():
+        return _onednn(x, weight, bias)
+    return functional.linear(x, weight, bias)
+
+
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same by the kernel. Sums are float32 whatever the dtype, rounded once."""
+    dtype, (rows, n), out = x.dtype, x.shape, weight.shape[0]
+    x, bias = x.float(), None if bias is None else bias.float()
+    y = torch.empty(rows, out)
+    chunk = min(_MAX_CHUNK, -(-out // (2 * torch.get_num_threads())))
+    addresses = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
+    arguments = array("q", (0, 0, chunk, rows, n, out, *addresses))  # in the order of kernels.FIELDS
+    arguments[1] = address = arguments.buffer_info()[0]
+    run_team(_entry_point(dtype), address)
+    return y.to(dtype)
+
+
+@lru_cache(maxsize=1)
+def has_kernel() -> bool:
+    """Whether numba is installed."""
+    return find_spec("numba") is not None
+
+
+@lru_cache(maxsize=1)
+def onednn_is_faster() -> bool:
+    """Whether torch multiplies by MKL on a processor of another maker, and its oneDNN operation does what we expect.
+
+    The operation is torch's own but private (its compiler uses it), so it is tried before it is trusted.
+    """
+    if not torch.backends.mkl.is_available() or _vendor() in ("", "GenuineIntel"):
+        return False
+    x, weight, bias = torch.linspace(-1, 1, 96).view(12, 8), torch.linspace(-2, 1, 40).view(5, 8), torch.ones(5)
+    try:
+        return all(
+            torch.allclose(_onednn(x, weight, b), functional.linear(x, weight, b), atol=1e-5) for b in (bias, None)
+        )
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
+
+
+@lru_cache(maxsize=2)
+def _entry_point(dtype: torch.dtype) -> int:
+    from gsm.linear.kernels import entry_points
+
+    return int(entry_points()[str(dtype).removeprefix("torch.")].address)
+
+
+def _vendor() -> str:
+    """The processor's maker as Linux names it; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")

@@ -1,0 +1,153 @@
+"""Linear layers multiplied by other code: the same numbers, the same modules, and nothing left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gsm
+from gsm.linear import fast_linears, layers, products
+
+needs_kernel = pytest.mark.skipif(not products.has_kernel(), reason="numba is not installed")
+
+
+def poisoned(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A random matrix in the middle of a buffer of NaN, so that reading beyond it shows."""
+    buffer = torch.full((rows * columns + 64,), torch.nan, dtype=dtype)
+    matrix = buffer[32 : 32 + rows * columns].view(rows, columns)
+    return matrix.copy_(torch.randn(rows, columns))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", list(products.FEW_ROWS))
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize(("n", "out"), [(1, 1), (7, 3), (64, 129), (576, 192), (1536, 577)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_kernel_multiplies_as_float64_does(dtype: torch.dtype, rows: int, n: int, out: int, has_bias: bool) -> None:
+    x, weight = poisoned(rows, n, dtype), poisoned(out, n, dtype)
+    bias = poisoned(1, out, dtype)[0] if has_bias else None
+    exact = nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    y = products.few_rows(x, weight, bias)
+    assert y.dtype == dtype
+    rounding = exact.abs() * (2**-8 if dtype == torch.bfloat16 else 0)
+    assert ((y.double() - exact).abs() <= rounding + 4e-6 * n**0.5).all()
+
+
+@pytest.mark.parametrize("dtype", list(products.FEW_ROWS))
+@pytest.mark.parametrize("rows", [0, 1, 9, 200])
+def test_any_number_of_rows(rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = poisoned(rows, 96, dtype), poisoned(130, 96, dtype), torch.randn(130).to(dtype)
+    torch.testing.assert_close(products.multiply(x, weight, bias), nn.functional.linear(x, weight, bias))
+
+
+@needs_kernel
+def test_damage_stays_visible() -> None:
+    x, weight = torch.randn(3, 64), torch.randn(5, 64)
+    x[1, 3], x[2, 5] = torch.nan, torch.inf
+    y = products.few_rows(x, weight, None)
+    assert y[0].isfinite().all()
+    assert y[1].isnan().all()
+    assert not y[2].isfinite().any()
+
+
+@pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD", ""])
+def test_onednn_takes_over_only_where_mkl_is_slow(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    monkeypatch.setattr(products, "_vendor", lambda: maker)
+    chosen = products.onednn_is_faster.__wrapped__()
+    assert chosen == (maker == "AuthenticAMD" and torch.backends.mkl.is_available())
+
+
+def test_a_private_operation_that_changed_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: Any) -> Any:
+        raise AttributeError("no such operation")
+
+    monkeypatch.setattr(products, "_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(products, "_onednn", gone)
+    assert not products.onednn_is_faster.__wrapped__()
+    monkeypatch.setattr(products, "_onednn", lambda x, w, b: nn.functional.linear(x, w))  # forgets the bias
+    assert not products.onednn_is_faster.__wrapped__()
+
+
+@pytest.fixture
+def model(tiny_model: Any) -> Any:
+    return tiny_model("qwen2")  # biases in q, k, v
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where other code is faster, whatever this one is."""
+    monkeypatch.setattr(layers, "onednn_is_faster", lambda: True)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("dtype", list(products.FEW_ROWS))
+@pytest.mark.parametrize("columns", [1, 3, 40])
+def test_a_model_computes_the_same_and_is_given_back(model: Any, columns: int, dtype: torch.dtype) -> None:
+    ids = torch.randint(1, model.config.vocab_size, (2, columns))
+    model.to(dtype)
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    with torch.inference_mode():
+        plain = model(input_ids=ids).logits
+        with fast_linears(model) as served:
+            assert served == sum(type(module) is nn.Linear for module in model.modules())
+            fast = model(input_ids=ids).logits
+        assert torch.equal(model(input_ids=ids).logits, plain)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(fast, plain, atol=tolerance, rtol=tolerance)
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_gives_the_model_back(model: Any, error: type[BaseException]) -> None:
+    with pytest.raises(error), fast_linears(model):
+        raise error
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.usefixtures("always")
+def test_gradients_and_other_dtypes_take_torchs_way(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("the fast product was called")
+
+    monkeypatch.setattr(layers, "multiply", refuse)
+    ids = torch.randint(1, model.config.vocab_size, (1, 4))
+    with fast_linears(model):
+        model(input_ids=ids).logits.sum().backward()
+        assert model.model.layers[0].mlp.down_proj.weight.grad is not None
+        with torch.inference_mode(), pytest.raises(AssertionError, match="fast product"):
+            model(input_ids=ids)
+        with torch.inference_mode():
+            model.double()(input_ids=ids)
+
+
+@pytest.mark.usefixtures("always")
+def test_a_weight_replaced_meanwhile_counts(model: Any) -> None:
+    layer, x = model.model.layers[0].mlp.down_proj, torch.randn(1, model.config.intermediate_size)
+    with torch.inference_mode(), fast_linears(model):
+        layer._parameters["weight"] = nn.Parameter(torch.zeros_like(layer.weight))
+        assert not layer(x).any()
+
+
+@pytest.mark.usefixtures("always")
+def test_layers_of_somebody_else_are_left_alone(model: Any) -> None:
+    layer = model.model.layers[0].mlp.down_proj
+
+    def offloaded(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, layer.weight)
+
+    layer.forward = offloaded
+    with fast_linears(model) as served:
+        assert layer.forward is offloaded
+        assert served == sum(type(module) is nn.Linear for module in model.modules()) - 1
+    assert layer.forward is offloaded
+
+
+def test_the_config_can_leave_it_to_torch(model: Any) -> None:
+    with gsm.attach(model, {"linear": {"backend": "torch"}}):
+        assert not any("forward" in module.__dict__ for module in model.modules())
+    with fast_linears(model, "torch") as served:
+        assert served == 0
