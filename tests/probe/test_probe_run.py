@@ -32,7 +32,7 @@ def result(tiny_dir) -> ProbeResult:
             64,
             new_tokens=130,
             lengths=(128,),
-            levers=("tiers", "sparse", "bfloat16", "batch"),
+            levers=("tiers", "sparse", "linear", "bfloat16", "batch"),
             verify=True,
             wait_s=0,
         )
@@ -48,7 +48,7 @@ def test_a_probe_times_tokens_splits_a_step_and_asks_every_lever(result: ProbeRe
     assert result.profile is not None
     assert result.profile.parts_ms["linear"] > 0
     assert result.shares is not None
-    assert [lever.name for lever in result.levers] == ["tiers", "sparse", "bfloat16", "batch 8"]
+    assert [lever.name for lever in result.levers] == ["tiers", "sparse", "linear", "bfloat16", "batch 8"]
     for lever in result.levers:
         assert lever.predicted_gain == pytest.approx(lever.plain_ms / lever.predicted_ms)
         assert lever.measured_ms is not None

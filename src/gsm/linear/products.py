@@ -37,7 +37,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if has_kernel() and 0 < x.shape[0] <= FEW_ROWS[x.dtype]:
         return few_rows(x, weight, bias)
     if x.dtype == torch.float32 and onednn_is_faster():
-        return _onednn(x, weight, bias)
+        return onednn(x, weight, bias)
     return functional.linear(x, weight, bias)
 
 
@@ -71,13 +71,14 @@ def onednn_is_faster() -> bool:
     x, weight, bias = torch.linspace(-1, 1, 96).view(12, 8), torch.linspace(-2, 1, 40).view(5, 8), torch.ones(5)
     try:
         return all(
-            torch.allclose(_onednn(x, weight, b), functional.linear(x, weight, b), atol=1e-5) for b in (bias, None)
+            torch.allclose(onednn(x, weight, b), functional.linear(x, weight, b), atol=1e-5) for b in (bias, None)
         )
     except (AttributeError, RuntimeError, TypeError):
         return False
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same by oneDNN."""
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,7 +17,9 @@ import torch
 
 import gsm.integrations.transformers as hf
 from gsm.config import GsmConfig
+from gsm.config.linear import LinearBackend
 from gsm.errors import InputError
+from gsm.linear import fast_linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,18 +83,29 @@ class Arm(Protocol):
 
 
 class PlainArm:
-    """Plain transformers with its DynamicCache: the reference of every quality measurement."""
+    """Plain transformers with its DynamicCache: the reference of every quality measurement.
 
-    def __init__(self, model: PreTrainedModel, *, name: str = "transformers", chunk_tokens: int = 1024):
-        self.model, self.name, self.chunk_tokens = model, name, chunk_tokens
+    ``linear`` "auto" gives it GSM's linear layers and nothing else, to see what they alone are worth.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str = "transformers",
+        chunk_tokens: int = 1024,
+        linear: LinearBackend = "torch",
+    ):
+        self.model, self.name, self.chunk_tokens, self.linear = model, name, chunk_tokens, linear
 
     @contextmanager
     def open(self) -> Iterator[Session]:
-        session = self.start()
-        try:
-            yield session
-        finally:
-            session.close()
+        with self.running():
+            session = self.start()
+            try:
+                yield session
+            finally:
+                session.close()
 
     def start(self) -> ModelSession:
         """An empty session; the caller closes it."""
@@ -102,7 +115,7 @@ class PlainArm:
 
     def running(self) -> AbstractContextManager[Any]:
         """Sessions from `start` may be fed inside of it."""
-        return nullcontext()
+        return fast_linears(self.model, self.linear)
 
 
 class GsmArm:

@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from gsm.config import GsmConfig, load_config
+from gsm.config.linear import LinearBackend
 from gsm.errors import InputError
 from gsm.models import LoadedModel
 from gsm.quality import Arm, GsmArm, PlainArm, load_thirds
 from gsm.quality.smoothed import SmoothedArm
 
-PLAIN = "transformers"
+PLAIN, LINEAR = "transformers", "linear"
 DEFAULT_ARMS = ("transformers", "full", "tiers", "sparse")
 
 _INT8 = {"enable": True, "method": "rotate", "int8": "dynamic"}
 
-# None is plain transformers: DynamicCache, sdpa. Everything else is a GSM config.
+# None is transformers with its own DynamicCache and sdpa, as it is or with GSM's linear layers only. Everything else is
+# a GSM config, which includes those linear layers.
 ARMS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
+    LINEAR: None,
     "full": {"cache": {"warm": {"codec": "none"}}},
     "tiers": {},
     "sparse": {"cache": {"sparse": {"enabled": True}}},
@@ -36,10 +39,17 @@ ARMS: dict[str, dict[str, Any] | None] = {
 
 @dataclass(frozen=True)
 class ArmSpec:
-    """A name and its config; ``config`` None means plain transformers."""
+    """A name and its config; ``config`` None means transformers with its own cache."""
 
     name: str
     config: GsmConfig | None
+
+    @property
+    def linear(self) -> LinearBackend:
+        """How linear layers multiply."""
+        if self.config is not None:
+            return self.config.linear.backend
+        return "auto" if self.name == LINEAR else "torch"
 
     def config_dict(self) -> dict[str, Any] | None:
         return None if self.config is None else self.config.model_dump(mode="json")
@@ -51,7 +61,7 @@ def make_arm(spec: ArmSpec, loaded: LoadedModel, chunk_tokens: int, text: str | 
     A config whose smoothing section is active smooths the model too, calibrated on a third of ``text``.
     """
     if spec.config is None:
-        return PlainArm(loaded.model, name=spec.name, chunk_tokens=chunk_tokens)
+        return PlainArm(loaded.model, name=spec.name, chunk_tokens=chunk_tokens, linear=spec.linear)
     arm = GsmArm(loaded.model, spec.config, name=spec.name, chunk_tokens=chunk_tokens)
     if not spec.config.smoothing.active:
         return arm

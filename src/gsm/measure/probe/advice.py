@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gsm.measure.probe.levers import BATCH, BATCH_HOW, DTYPE_HOW
+from gsm.measure.probe.levers import BATCH, BATCH_HOW, DTYPE_HOW, LINEAR_HOW
 from gsm.measure.probe.record import Lever
 from gsm.measure.probe.verdict import step_parts
 from gsm.models import LoadedModel
@@ -21,6 +21,13 @@ def cheaper_first(
     dtype = next((lever for lever in levers if lever.how == DTYPE_HOW), None)
     if dtype is not None:
         yield _weights_sentence(dtype)
+    linear = next((lever for lever in levers if lever.how == LINEAR_HOW), None)
+    if linear is not None and linear.predicted_gain > _WORTH_IT:
+        yield (
+            f"GSM's linear layers alone make a step {linear.predicted_gain:.2f} times as fast after "
+            f"{linear.context_tokens} tokens (predicted); every arm of GSM includes them, only the rest of its gain is "
+            "the cache"
+        )
     implementation = loaded.model.config._attn_implementation
     if implementation == "eager":
         yield "attention is 'eager'; load the model with attn_implementation='sdpa' first"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
-from gsm.measure.bench.arms import make_arm, resolve_arm
+from gsm.measure.bench.arms import LINEAR, make_arm, resolve_arm
 from gsm.measure.probe.record import Lever
 from gsm.measure.probe.spec import ProbeSpec
 from gsm.measure.probe.turns import Contender, gain, take_turns, with_noise, with_text
@@ -22,6 +22,7 @@ _SHORT = 16  # tokens in a cache that costs next to nothing
 _FEW_ROUNDS = 3  # for the batch: its steps are long
 KV_HOW = "decode steps over a cache of that length filled with random numbers"
 DTYPE_HOW = "what bfloat16 changes in a step with an empty cache"
+LINEAR_HOW = "what GSM's linear layers change in a step with an empty cache"
 BATCH_HOW = f"a step of {BATCH} sequences with empty caches, and {BATCH} times what the length adds"
 
 
@@ -54,9 +55,11 @@ class Levers:
             yield from self._predict_weights(weights, length)
 
     def _weight_turns(self) -> dict[str, float]:
-        """Milliseconds of a step with an empty cache: as it is, in bfloat16, and of a batch."""
-        self.progress("predicting bfloat16 and batches", 0, 1)
+        """Milliseconds of a step with an empty cache: as it is, by GSM's linear layers, in bfloat16, and of a batch."""
+        self.progress("predicting linear layers, bfloat16 and batches", 0, 1)
         contenders = {"plain": self._noise(_SHORT)}
+        if LINEAR in self.spec.levers:
+            contenders[LINEAR] = self._noise(_SHORT, self._linear_arm())
         if "bfloat16" in self.spec.levers and self._can_use_bfloat16():
             contenders["bfloat16"] = self._noise(_SHORT, self._bfloat16_arm())
         if "batch" in self.spec.levers and self.prompt.shape[0] == 1:
@@ -71,9 +74,10 @@ class Levers:
         assert self.full_ms is not None
         assert self.empty_ms is not None
         plain, length_ms = self.full_ms, max(0.0, self.full_ms - self.empty_ms)
-        if "bfloat16" in weights:
-            step_ms = length_ms + self.empty_ms * weights["bfloat16"] / weights["plain"]
-            yield _lever("bfloat16", length, DTYPE_HOW, plain, plain / step_ms)
+        for name, how in ((LINEAR, LINEAR_HOW), ("bfloat16", DTYPE_HOW)):
+            if name in weights:
+                step_ms = length_ms + self.empty_ms * weights[name] / weights["plain"]
+                yield _lever(name, length, how, plain, plain / step_ms)
         if "batch" in weights:
             step_ms = BATCH * length_ms + self.empty_ms * weights["batch"] / weights["plain"]
             yield _lever(f"batch {BATCH}", length, BATCH_HOW, plain, BATCH * plain / step_ms)
@@ -104,8 +108,9 @@ class Levers:
                 done += 1
 
     def _measure_weights(self, lever: Lever, length: int) -> Lever:
-        if lever.how == DTYPE_HOW:
-            plain, other = take_turns([self._noise(length), self._noise(length, self._bfloat16_arm())])
+        if lever.how in (LINEAR_HOW, DTYPE_HOW):
+            arm = self._linear_arm() if lever.how == LINEAR_HOW else self._bfloat16_arm()
+            plain, other = take_turns([self._noise(length), self._noise(length, arm)])
             return _measured(lever, _median(plain), gain(plain, other))
         batch = with_noise(self._plain(), length, BATCH)
         plain, other = take_turns([self._noise(length), batch], _FEW_ROUNDS)
@@ -115,6 +120,9 @@ class Levers:
 
     def _plain(self) -> PlainArm:
         return PlainArm(self.loaded.model, chunk_tokens=self.spec.chunk_tokens)
+
+    def _linear_arm(self) -> PlainArm:
+        return PlainArm(self.loaded.model, chunk_tokens=self.spec.chunk_tokens, linear="auto")
 
     def _arm(self, name: str) -> GsmArm:
         arm = make_arm(resolve_arm(name), self.loaded, self.spec.chunk_tokens, self.spec.text)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from gsm.errors import InputError
 from gsm.measure.bench import PLAIN, resolve_arms
+from gsm.measure.bench.arms import LINEAR
 
-WEIGHT_LEVERS = ("bfloat16", "batch")
+WEIGHT_LEVERS = (LINEAR, "bfloat16", "batch")
 DEFAULT_LEVERS = ("tiers", "sparse", "sparse-int4", *WEIGHT_LEVERS)
 
 
@@ -16,8 +17,9 @@ class ProbeSpec:
     """One request of ``batch_size`` sequences, and the levers whose gain is asked for.
 
     ``lengths`` are the contexts at which levers are predicted; empty: the request's own last one. ``levers`` are arms
-    of `gsm bench`, config files, ``bfloat16`` or ``batch`` (8 sequences instead of one). ``verify`` measures what was
-    predicted. Raises InputError for what makes no sense.
+    of `gsm bench`, config files, ``linear`` (GSM's linear layers alone; its arms include them), ``bfloat16``, or
+    ``batch`` (8 sequences instead of one). ``verify`` measures what was predicted. Raises InputError for what makes no
+    sense.
     """
 
     model: str
