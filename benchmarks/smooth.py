@@ -153,6 +153,7 @@ def speed(bench: Bench, prompt_tokens: int, rounds: int, only: list[str]) -> Non
             "command": "python " + " ".join(sys.argv),
             "prefill_gain": found.prefill_gain,
             "decode_gain": found.decode_gain,
+            "gains_over_linear": found.gains_over_linear,
             **found.model_dump(mode="json"),
         }
         print(f"{name:20s} prefill {found.prefill_gain:.2f}x, decode {found.decode_gain:.2f}x", found, flush=True)

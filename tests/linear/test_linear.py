@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gsm
-from gsm.linear import fast_linears, layers, products
+from gsm.linear import fast_linears, layers, norms, products
 
 needs_kernel = pytest.mark.skipif(not products.has_kernel(), reason="numba is not installed")
 
@@ -44,6 +44,34 @@ def test_any_number_of_rows(rows: int, dtype: torch.dtype) -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("shape", [(1, 7), (2, 576), (5, 3, 64), (40, 129)])
+def test_the_norm_is_what_float64_says(shape: tuple[int, ...]) -> None:
+    x, gain = torch.randn(shape), poisoned(1, shape[-1])[0]
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * gain.double()
+    torch.testing.assert_close(norms.rms_norm(x, gain, 1e-5).double(), exact, atol=1e-5, rtol=1e-5)
+    x.view(-1, shape[-1])[0, 0] = torch.nan
+    y = norms.rms_norm(x, gain, 1e-5).view(-1, shape[-1])
+    assert y[0].isnan().all()
+    assert y[1:].isfinite().all()
+
+
+@needs_kernel
+@pytest.mark.parametrize(("family", "served"), [("llama", True), ("gemma", True), ("gpt_neox", False)])
+def test_norms_are_known_by_what_they_compute(tiny_model: Any, family: str, served: bool) -> None:
+    """Gemma multiplies by 1 + weight; GPT-NeoX subtracts the mean."""
+    model = tiny_model(family)
+    found = [m for m in model.modules() if "Norm" in type(m).__name__]
+    with torch.no_grad():
+        for norm in found:
+            norm.weight.copy_(torch.randn_like(norm.weight))
+    assert found
+    assert all((norms.norm_forward(norm) is not None) == served for norm in found)
+    x = torch.randn(3, found[0].weight.numel())
+    with fast_linears(model), torch.inference_mode():
+        torch.testing.assert_close(found[0](x), type(found[0]).forward(found[0], x), atol=1e-5, rtol=1e-5)
+
+
+@needs_kernel
 def test_damage_stays_visible() -> None:
     x, weight = torch.randn(3, 64), torch.randn(5, 64)
     x[1, 3], x[2, 5] = torch.nan, torch.inf
@@ -71,6 +99,14 @@ def test_a_private_operation_that_changed_is_not_used(monkeypatch: pytest.Monkey
     assert not products.onednn_is_faster.__wrapped__()
 
 
+def num_linears(model: Any) -> int:
+    return sum(type(module) is nn.Linear for module in model.modules())
+
+
+def num_norms(model: Any) -> int:
+    return sum("RMSNorm" in type(module).__name__ for module in model.modules()) * products.has_kernel()
+
+
 @pytest.fixture
 def model(tiny_model: Any) -> Any:
     return tiny_model("qwen2")  # biases in q, k, v
@@ -92,7 +128,7 @@ def test_a_model_computes_the_same_and_is_given_back(model: Any, columns: int, d
     with torch.inference_mode():
         plain = model(input_ids=ids).logits
         with fast_linears(model) as served:
-            assert served == sum(type(module) is nn.Linear for module in model.modules())
+            assert served == num_linears(model) + (num_norms(model) if dtype == torch.float32 else 0)
             fast = model(input_ids=ids).logits
         assert torch.equal(model(input_ids=ids).logits, plain)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
@@ -142,7 +178,7 @@ def test_layers_of_somebody_else_are_left_alone(model: Any) -> None:
     layer.forward = offloaded
     with fast_linears(model) as served:
         assert layer.forward is offloaded
-        assert served == sum(type(module) is nn.Linear for module in model.modules()) - 1
+        assert served == num_linears(model) + num_norms(model) - 1
     assert layer.forward is offloaded
 
 

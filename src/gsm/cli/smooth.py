@@ -127,6 +127,9 @@ def _verdict_rows(result: SmoothResult) -> list[list[str]]:
             ("one block's products, ms", speed.products_ms_before, speed.products_ms_after),
         ):
             rows.append([label, format_number(before.median), format_number(after.median)])
+        if speed.prefill_s_linear and speed.decode_ms_linear:
+            rows.append(["  prefill with GSM's linear layers, s", format_number(speed.prefill_s_linear.median), ""])
+            rows.append(["  decode with GSM's linear layers, ms", format_number(speed.decode_ms_linear.median), ""])
         rows.append(["smoothing's own cost, ms/token", "0", format_number(speed.own_cost_ms_per_token)])
     return rows
 

@@ -66,7 +66,9 @@ class Outcome(Record):
 class Speed(Record):
     """Original against changed model, in turn. ``products`` are one block's matrix products on 512 rows.
 
-    ``own_cost_ms_per_token`` is what smoothing itself adds to a decode step (0 when it is folded into weights).
+    ``own_cost_ms_per_token`` is what smoothing itself adds to a decode step (0 when it is folded into weights). The
+    ``linear`` figures are the original's with GSM's linear layers (`gsm.linear`), which lose nothing: what int8 must
+    beat to be worth its price.
     """
 
     prompt_tokens: int
@@ -77,6 +79,8 @@ class Speed(Record):
     products_ms_before: Spread
     products_ms_after: Spread
     own_cost_ms_per_token: float
+    prefill_s_linear: Spread | None = None
+    decode_ms_linear: Spread | None = None
 
     @property
     def prefill_gain(self) -> float:
@@ -87,6 +91,14 @@ class Speed(Record):
     def decode_gain(self) -> float:
         """How many times faster a decode step at short context is."""
         return _ratio(self.decode_ms_before, self.decode_ms_after)
+
+    @property
+    def gains_over_linear(self) -> tuple[float, float]:
+        """The same two against the original with GSM's linear layers (or plain ones, where those were not timed)."""
+        return (
+            _ratio(self.prefill_s_linear or self.prefill_s_before, self.prefill_s_after),
+            _ratio(self.decode_ms_linear or self.decode_ms_before, self.decode_ms_after),
+        )
 
 
 class Tails(Record):

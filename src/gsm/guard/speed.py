@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gsm.guard.records import Speed
+from gsm.linear import fast_linears
 from gsm.results import Spread
 from gsm.smoothing import Applied, int8_ops
 from gsm.smoothing.int8 import Int8Linear, RotatedLinear
@@ -30,7 +31,8 @@ def compare_speed(
     new_tokens: int = 16,
     tell: Callable[[int, int], None] | None = None,
 ) -> Speed:
-    """Time the original and the changed model in turn, ``rounds`` times each, after one warm-up of both.
+    """Time the original, the original with GSM's linear layers and the changed model in turn, ``rounds`` times each,
+    after one warm-up of all.
 
     ``ids`` [n] int64 is the prompt of the prefill; decode follows a prompt of 16 tokens. ``state`` puts the model into
     the changed state.
@@ -38,6 +40,8 @@ def compare_speed(
     samples: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
         _time_once(model, ids, new_tokens, "before", samples, keep=turn > 0)
+        with fast_linears(model):
+            _time_once(model, ids, new_tokens, "linear", samples, keep=turn > 0)
         with state() as applied:
             _time_once(model, ids, new_tokens, "after", samples, keep=turn > 0)
             if turn == rounds:
@@ -54,6 +58,8 @@ def compare_speed(
         products_ms_before=spreads["products before"],
         products_ms_after=spreads["products after"],
         own_cost_ms_per_token=own,
+        prefill_s_linear=spreads["prefill linear"],
+        decode_ms_linear=spreads["decode linear"],
     )
 
 

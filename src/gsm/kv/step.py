@@ -117,13 +117,13 @@ class KVStep:
         """All new tokens of `x [rows, heads, length, dim]` in the order of the spans: `[N, heads, dim]`."""
         if self.rows_are_batch:
             return x[: len(self.spans), :, 0]
-        if self._is_packed and sum(span.num_tokens for span in self.spans) == x.shape[2]:
+        if self.is_packed and sum(span.num_tokens for span in self.spans) == x.shape[2]:
             return x[0].transpose(0, 1)
         rows, columns = self.places(x.device, all_tokens=True)
         return x[rows, :, columns]
 
     @cached_property
-    def _is_packed(self) -> bool:
+    def is_packed(self) -> bool:
         """One row, filled by the spans in order."""
         start = 0
         for span in self.spans:

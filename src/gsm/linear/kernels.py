@@ -1,4 +1,4 @@
-"""The compiled product of a few float32 rows with a weight matrix in float32 or bfloat16 (numba).
+"""The compiled product of a few float32 rows with a weight matrix in float32 or bfloat16, and RMSNorm (numba).
 
 A decode step reads every weight once and does little with it, so what counts is how fast memory is read. All threads of
 torch's own team (`gsm.core.team`) take chunks of output channels from a shared counter and go through their weights in
@@ -23,8 +23,9 @@ _FAST = {"reassoc", "contract", "nsz", "arcp"}
 _inner = numba.njit(fastmath=_FAST, nogil=True, cache=True, error_model="numpy")
 
 # What a call is told: sizes and addresses, int64 each. `at` is the address of `counter`; `bias` may be 0.
-FIELDS = ("counter", "at", "chunk", "rows", "n", "out", "x", "w", "bias", "y")
-_ARGUMENTS = np.dtype([(name, np.int64) for name in FIELDS])
+# `epsilon` is a float64 in the same 8 bytes.
+FIELDS = ("counter", "at", "chunk", "rows", "n", "out", "x", "w", "bias", "y", "epsilon")
+_ARGUMENTS = np.dtype([(name, np.float64 if name == "epsilon" else np.int64) for name in FIELDS])
 
 
 @intrinsic
@@ -108,9 +109,33 @@ def _bfloat16(args):
     _product(a, carray(pointer(a.w), (a.out, a.n), np.uint16))
 
 
+def _rms_norm(args):
+    """y = x / rms(x) * w, row by row: x and y [rows, n], w [n]."""
+    a = carray(args, 1)[0]
+    rows, n = a.rows, a.n
+    x = carray(pointer(a.x), (rows, n), np.float32)
+    w = carray(pointer(a.w), n, np.float32)
+    y = carray(pointer(a.y), (rows, n), np.float32)
+    start = add_to(a.at, a.chunk)
+    while start < rows:
+        for r in range(start, min(start + a.chunk, rows)):
+            inverse = np.float32(1.0) / np.sqrt(_dot(x[r], x[r], n) / np.float32(n) + np.float32(a.epsilon))
+            _scale(x[r], inverse, w, y[r], n)
+        start = add_to(a.at, a.chunk)
+
+
+@_inner
+def _scale(x, factor, w, y, n):
+    for i in range(n):
+        y[i] = w[i] * (x[i] * factor)
+
+
+_ENTRIES = (_float32, _bfloat16, _rms_norm)
+
+
 @lru_cache(maxsize=1)
 def entry_points() -> dict[str, Any]:
-    """The compiled functions by the weight's dtype; their `address` is for `run_team`. Compiles or loads."""
+    """The compiled functions by name (of the weight's dtype, or "rms_norm"); their `address` is for `run_team`."""
     signature = types.void(types.CPointer(numba.from_dtype(_ARGUMENTS)))
     compile_entry = numba.cfunc(signature, cache=True, fastmath=_FAST, error_model="numpy")
-    return {function.__name__.lstrip("_"): compile_entry(function) for function in (_float32, _bfloat16)}
+    return {function.__name__.lstrip("_"): compile_entry(function) for function in _ENTRIES}

@@ -1,4 +1,4 @@
-"""Give a model's linear layers another way to multiply, for a while."""
+"""Give a model's linear layers and norms another way to compute, for a while."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gsm.config.linear import LinearBackend
+from gsm.linear.norms import norm_forward
 from gsm.linear.products import FEW_ROWS, has_kernel, multiply, onednn_is_faster
 
 
@@ -19,29 +20,36 @@ from gsm.linear.products import FEW_ROWS, has_kernel, multiply, onednn_is_faster
 def fast_linears(model: nn.Module, backend: LinearBackend = "auto") -> Iterator[int]:
     """Inside the block plain `nn.Linear` layers of ``model`` in float32 or bfloat16 on a CPU multiply by faster code.
 
-    Yields how many layers are served: none with ``backend`` "torch", or where nothing faster is known. Modules and
-    weights stay the objects they are, only `forward` of each layer is shadowed; layers whose `forward` somebody else
-    replaced (offloading hooks, quantisers) are left alone. Calls that record gradients, other dtypes and other devices
-    take torch's own way.
+    So do norms (float32). Yields how many modules are served: none with ``backend`` "torch", or where nothing faster is
+    known. Modules and weights stay the objects they are, only `forward` is shadowed; modules whose `forward` somebody
+    else replaced (offloading hooks, quantisers) are left alone. Calls that record gradients, other dtypes and other
+    devices take torch's own way.
     """
     served = _servable(model) if backend == "auto" else []
     if served and has_kernel():
         threading.Thread(target=_compile, daemon=True).start()  # beside the prompt
     try:
-        for module in served:
-            module.forward = _forward(module)  # type: ignore[method-assign, assignment]
+        for module, forward in served:
+            module.forward = forward
         yield len(served)
     finally:
-        for module in served:
+        for module, _ in served:
             module.__dict__.pop("forward", None)
 
 
-def _servable(model: nn.Module) -> list[nn.Linear]:
-    return [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear and "forward" not in module.__dict__ and _is_faster(module.weight)
-    ]
+def _servable(model: nn.Module) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+    found = []
+    for module in model.modules():
+        forward = None
+        if "forward" in module.__dict__:
+            continue
+        if type(module) is nn.Linear:
+            forward = _forward(module) if _is_faster(module.weight) else None
+        elif "weight" in module._parameters:
+            forward = norm_forward(module)
+        if forward is not None:
+            found.append((module, forward))
+    return found
 
 
 def _is_faster(weight: Any) -> bool:

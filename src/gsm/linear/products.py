@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gsm.core.team import run_team
+from gsm.core.team import run_alone, run_team
 
 # Up to so many rows the kernel wins. Two cores, all weights of the demo model, kernel against torch (oneDNN):
 # float32 1 row 21 / 56 (37) ms, 8 rows 34 / 78 (48), 16 rows 68 / 92 (56); bfloat16 1 row 12 / 23, 4 rows 16 / 25,
 # 8 rows 26 / 27.
 FEW_ROWS = {torch.float32: 8, torch.bfloat16: 4}
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _MAX_CHUNK = 1024  # output channels that a thread takes at a time, at most
 
 
@@ -48,10 +49,15 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = torch.empty(rows, out)
     chunk = min(_MAX_CHUNK, -(-out // (2 * torch.get_num_threads())))
     addresses = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
-    arguments = array("q", (0, 0, chunk, rows, n, out, *addresses))  # in the order of kernels.FIELDS
-    arguments[1] = address = arguments.buffer_info()[0]
-    run_team(_entry_point(dtype), address)
+    call(_NAMES[dtype], (0, 0, chunk, rows, n, out, *addresses, 0))
     return y.to(dtype)
+
+
+def call(name: str, fields: tuple[int, ...], *, alone: bool = False) -> None:
+    """Run an entry point of the kernels with ``fields`` (`kernels.FIELDS`), on every thread or ``alone``."""
+    arguments = array("q", fields)  # of this call only: calls must not share a counter
+    arguments[1] = address = arguments.buffer_info()[0]
+    (run_alone if alone else run_team)(_entry_point(name), address)
 
 
 @lru_cache(maxsize=1)
@@ -83,11 +89,11 @@ def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-@lru_cache(maxsize=2)
-def _entry_point(dtype: torch.dtype) -> int:
+@lru_cache(maxsize=8)
+def _entry_point(name: str) -> int:
     from gsm.linear.kernels import entry_points
 
-    return int(entry_points()[str(dtype).removeprefix("torch.")].address)
+    return int(entry_points()[name].address)
 
 
 def _vendor() -> str:

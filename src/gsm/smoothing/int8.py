@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gsm.linear.norms import rms_norm
 from gsm.smoothing import int8_ops
 from gsm.smoothing.int8_ops import Int8Weight
 
@@ -152,7 +153,7 @@ class FusedNorm(nn.Module):
         return self.norm.get_parameter("weight")
 
     def forward(self, x: Tensor) -> Tensor:
-        return int8_ops.rms_norm(x, self._gain, self.epsilon)
+        return rms_norm(x, self._gain, self.epsilon)
 
 
 class RotatedLinear(nn.Module):

@@ -200,14 +200,6 @@ def cuda_padding(rows: int) -> int:
     return padded - rows
 
 
-def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """x / rms(x) * gain over the last dimension; float32 on the CPU, with the fused kernels."""
-    rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
-    y = torch.empty(rows.shape)
-    _over_rows("rms_norm", _arguments(n=rows.shape[1]), x=rows, y=y, w_scale=gain, epsilon=epsilon)
-    return y.view(x.shape)
-
-
 def hadamard(x: Tensor, block: int) -> Tensor:
     """The last dimension, seen as [block, n / block], times the orthonormal Hadamard matrix of ``block`` (2^k).
 

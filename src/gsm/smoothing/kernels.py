@@ -38,7 +38,7 @@ _INFINITY_BITS = np.int32(0x7F800000)
 # What a call is told, 8 bytes each. `at` is the address of `counter`; addresses that a kernel does not read may be 0.
 _SIZES = ("counter", "at", "chunk", "rows", "n", "out", "kind", "block")
 _ADDRESSES = ("x", "q", "scale", "w", "w_scale", "bias", "total", "y")
-_FLOATS = ("static", "epsilon")
+_FLOATS = ("static",)
 ARGUMENTS = np.dtype([*((f, np.int64) for f in (*_SIZES, *_ADDRESSES)), *((f, np.float64) for f in _FLOATS)])
 INDEX = {name: index for index, name in enumerate(ARGUMENTS.names or ())}
 
@@ -262,30 +262,6 @@ def _weight_only(args):
         start = add_to(a.at, a.chunk)
 
 
-def _rms_norm(args):
-    """y = x / rms(x) * w, row by row; ``w_scale`` [n] is the gain."""
-    a = carray(args, 1)[0]
-    rows, n = a.rows, a.n
-    x = carray(pointer(a.x), (rows, n), np.float32)
-    gain = carray(pointer(a.w_scale), n, np.float32)
-    y = carray(pointer(a.y), (rows, n), np.float32)
-    start = add_to(a.at, a.chunk)
-    while start < rows:
-        for r in range(start, min(start + a.chunk, rows)):
-            _normalise(x[r], gain, y[r], n, np.float32(a.epsilon))
-        start = add_to(a.at, a.chunk)
-
-
-@_inner
-def _normalise(x, gain, y, n, epsilon):
-    total = np.float32(0.0)
-    for i in range(n):
-        total += x[i] * x[i]
-    inverse = np.float32(1.0) / np.sqrt(total / np.float32(n) + epsilon)
-    for i in range(n):
-        y[i] = gain[i] * (x[i] * inverse)
-
-
 def _quantise_rows(args):
     """Rows of x to int8 codes ``q`` and ``scale`` [rows], each run of ``block`` > 1 elements rotated first."""
     a = carray(args, 1)[0]
@@ -365,7 +341,7 @@ def _gate(gates, ups, s, gate_scale, up_scale, h, n, kind):
 
 
 __all__ = ["ACTIVATIONS", "INDEX", "entry_points", "hadamard", "run_team"]
-_ENTRIES = (_linear, _gate_up, _weight_only, _rms_norm, _quantise_rows, _dequantise, _gate_and_quantise)
+_ENTRIES = (_linear, _gate_up, _weight_only, _quantise_rows, _dequantise, _gate_and_quantise)
 
 
 @lru_cache(maxsize=1)

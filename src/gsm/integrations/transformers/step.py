@@ -38,6 +38,8 @@ class AttentionStep:
         kv = self.kv
         if kv.is_decode and kv.rows_are_batch and len(kv.spans) == query.shape[0]:
             return self._decode(layer, query, spec).unsqueeze(1)
+        if kv.is_decode and kv.is_packed and query.shape[2] == len(kv.decode_tokens):
+            return self._decode(layer, query, spec).unsqueeze(0)
         out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], spec.value_dims or v.shape[-1])
         if kv.decode_tokens:
             out[kv.places(query.device)] = self._decode(layer, query, spec)

@@ -205,6 +205,8 @@ def _verdict_table(data: dict[str, Any], outcome: dict[str, Any]) -> Table:
         rows += [
             ["prefill, s", spread(speed["prefill_s_before"]), spread(speed["prefill_s_after"])],
             ["decode, ms", spread(speed["decode_ms_before"]), spread(speed["decode_ms_after"])],
+            ["prefill with GSM's linear layers, s", spread(speed.get("prefill_s_linear")), ""],
+            ["decode with GSM's linear layers, ms", spread(speed.get("decode_ms_linear")), ""],
             ["own cost, ms per token", "0", number(speed["own_cost_ms_per_token"])],
         ]
     return Table(f"Verdict on {verdict['num_tokens']:,} tokens", ["", "before", "after"], rows)
