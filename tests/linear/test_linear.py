@@ -156,6 +156,8 @@ def test_gradients_and_other_dtypes_take_torchs_way(model: Any, monkeypatch: pyt
         assert model.model.layers[0].mlp.down_proj.weight.grad is not None
         with torch.inference_mode(), pytest.raises(AssertionError, match="fast product"):
             model(input_ids=ids)
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            model.model.layers[0].mlp.down_proj(torch.randn(1, model.config.intermediate_size))
         with torch.inference_mode():
             model.double()(input_ids=ids)
 

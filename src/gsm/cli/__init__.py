@@ -73,4 +73,6 @@ def main() -> None:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts background jobs so
+        raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gsm.config.linear import LinearBackend
 from gsm.linear.norms import norm_forward
-from gsm.linear.products import FEW_ROWS, has_kernel, multiply, onednn_is_faster
+from gsm.linear.products import FEW_ROWS, has_kernel, is_plain, multiply, onednn_is_faster
 
 
 @contextmanager
@@ -53,10 +53,10 @@ def _servable(model: nn.Module) -> list[tuple[nn.Module, Callable[[Tensor], Tens
 
 
 def _is_faster(weight: Any) -> bool:
-    return _is_plain(weight) and (has_kernel() or (weight.dtype == torch.float32 and onednn_is_faster()))
+    return _is_matrix(weight) and (has_kernel() or (weight.dtype == torch.float32 and onednn_is_faster()))
 
 
-def _is_plain(weight: Any) -> bool:
+def _is_matrix(weight: Any) -> bool:
     """Whether ``weight`` is a matrix of numbers in this machine's memory, not a tensor of a quantiser's own class."""
     plain = type(weight) in (Tensor, nn.Parameter) and weight.dtype in FEW_ROWS
     return bool(plain and weight.device.type == "cpu" and weight.is_contiguous())
@@ -68,7 +68,7 @@ def _forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
-        if torch.is_grad_enabled() or not _is_plain(weight) or x.dtype != weight.dtype or not x.numel():
+        if x.dtype != weight.dtype or not _is_matrix(weight) or not is_plain(x):
             return functional.linear(x, weight, bias)
         y = multiply(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias)
         return y.view(*x.shape[:-1], -1)

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from gsm.core.team import run_alone, run_team
@@ -40,6 +40,15 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype == torch.float32 and onednn_is_faster():
         return onednn(x, weight, bias)
     return functional.linear(x, weight, bias)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether ``x`` is numbers in this machine's memory, on a call that records no gradients and is not under autocast.
+
+    Tensors of classes of their own (quantised, distributed, fake) are not.
+    """
+    ordinary = type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.numel() > 0
+    return ordinary and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -48,7 +48,7 @@ REQUIREMENTS = (
 BACK_ENDS = (
     BackEnd("accelerate", "accelerate", "device maps, GGUF and quantised weights", "pip install accelerate"),
     BackEnd("gguf", "gguf", ".gguf files", "pip install 'gsm-infer[gguf]'"),
-    BackEnd("numba", "numba", "the fused decode kernel on CPU", "pip install 'gsm-infer[cpu]'"),
+    BackEnd("numba", "numba", "fused decode attention and linear layers on CPU", "pip install 'gsm-infer[cpu]'"),
     BackEnd("bitsandbytes", "bitsandbytes", "8-bit and 4-bit weights", "pip install bitsandbytes"),
     BackEnd("gptqmodel", "gptqmodel", "GPTQ and AWQ weights (follows auto-gptq)", "pip install gptqmodel"),
     BackEnd("torchao", "torchao", "torchao weights", "pip install torchao"),
