@@ -81,6 +81,11 @@ def test_damage_stays_visible() -> None:
     assert not y[2].isfinite().any()
 
 
+def test_a_bias_with_gaps_is_read_right() -> None:
+    x, weight, bias = torch.randn(2, 8), torch.randn(5, 8), torch.randn(10)[::2]
+    torch.testing.assert_close(products.multiply(x, weight, bias), nn.functional.linear(x, weight, bias))
+
+
 @pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD", ""])
 def test_onednn_takes_over_only_where_mkl_is_slow(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
     monkeypatch.setattr(products, "_vendor", lambda: maker)

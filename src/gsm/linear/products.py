@@ -54,7 +54,7 @@ def is_plain(x: Tensor) -> bool:
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The same by the kernel. Sums are float32 whatever the dtype, rounded once."""
     dtype, (rows, n), out = x.dtype, x.shape, weight.shape[0]
-    x, bias = x.float(), None if bias is None else bias.float()
+    x, bias = x.float(), None if bias is None else bias.float().contiguous()
     y = torch.empty(rows, out)
     chunk = min(_MAX_CHUNK, -(-out // (2 * torch.get_num_threads())))
     addresses = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
