@@ -6,6 +6,7 @@ import pytest
 
 from gsm.errors import ConfigError, InputError
 from gsm.measure.bench import ARMS, BenchSpec, resolve_arm, resolve_arms
+from gsm.measure.bench.run import _shares_hidden
 
 
 def test_every_named_arm_has_a_valid_config() -> None:
@@ -15,6 +16,20 @@ def test_every_named_arm_has_a_valid_config() -> None:
     assert resolve_arm("full").config.cache.warm.codec == "none"
     assert resolve_arm("tiers").config.cache.warm.codec == "int8"
     assert resolve_arm("sparse").config.cache.sparse.enabled
+
+
+@pytest.mark.parametrize(
+    ("arms", "hidden"),
+    [
+        (("transformers", "sparse"), True),
+        (("transformers", "linear", "sparse"), False),
+        (("full", "sparse"), False),
+        (("transformers",), False),
+    ],
+)
+def test_a_gain_of_the_linear_layers_must_not_pass_for_the_caches(arms: tuple[str, ...], hidden: bool) -> None:
+    assert _shares_hidden(resolve_arms(arms), "cpu") == hidden
+    assert not _shares_hidden(resolve_arms(arms), "cuda")
 
 
 def test_a_config_file_is_an_arm(tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ The screen to read first is `_measure_speed`: start the arms, throw one run of e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from gsm.errors import InputError
-from gsm.measure.bench.arms import PLAIN, ArmSpec, make_arm, resolve_arms
+from gsm.measure.bench.arms import LINEAR, PLAIN, ArmSpec, make_arm, resolve_arms
 from gsm.measure.bench.machine import NOISY_SHARE, CpuMeter, benchmark_lock, wait_for_quiet
 from gsm.measure.bench.process import WorkerProcess
 from gsm.measure.bench.record import ArmRecord
@@ -175,6 +175,8 @@ class _Bench:
         spec = self.spec
         if not spec.measures_quality:
             self.notes.append("quality was not measured: these numbers alone are not a result")
+        if _shares_hidden(self.arms, spec.device):
+            self.notes.append("GSM's arms also multiply weights by faster code; the arm 'linear' shows its share")
         return BenchResult(
             environment=self._final_environment(),
             workload=Workload(
@@ -209,6 +211,12 @@ class _Bench:
                 "memory_bandwidth_bytes_per_s": self.bandwidth,
             }
         )
+
+
+def _shares_hidden(arms: Sequence[ArmSpec], device: str) -> bool:
+    """Whether plain transformers stands beside faster linear layers and nothing tells what those alone give."""
+    linear = {arm.linear for arm in arms}
+    return device == "cpu" and linear == {"auto", "torch"} and LINEAR not in {arm.name for arm in arms}
 
 
 def quality_plan(spec: BenchSpec, max_positions: int) -> QualityPlan:
