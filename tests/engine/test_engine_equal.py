@@ -147,6 +147,7 @@ def test_smoothing_windows_follow_their_requests(kv_pages: int | None, tiny_mode
         "method": "window",
         "window_size": 4,
         "smooth_strength": 0.3,
+        "precision": "fp32",  # bf16 turns the last bit of a product of more rows into another rounding of the average
         "target_layers": ["model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"],
         "short_request": {"max_tokens": 24, "action": "off"},
     }

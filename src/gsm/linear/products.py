@@ -27,6 +27,7 @@ from gsm.core.team import run_alone, run_team
 # 8 rows 26 / 27.
 FEW_ROWS = {torch.float32: 8, torch.bfloat16: 4}
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_ROWS_MULTIPLE = 16
 _MAX_CHUNK = 1024  # output channels that a thread takes at a time, at most
 
 
@@ -93,9 +94,12 @@ def onednn_is_faster() -> bool:
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same by oneDNN."""
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return y
+    """The same by oneDNN, which compiles and keeps code for every number of rows: so rows are filled up."""
+    rows = x.shape[0]
+    padding = -rows % _ROWS_MULTIPLE
+    padded = functional.pad(x, (0, 0, 0, padding)) if padding else x
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
+    return y[:rows]
 
 
 @lru_cache(maxsize=8)

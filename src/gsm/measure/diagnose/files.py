@@ -12,7 +12,7 @@ from gsm.measure.diagnose.signals import repeated_share
 from gsm.results.kinds import ResultFile, read_result_files
 
 MAX_KL, MAX_LOST, KV_SHARE, STATISTICS_SHARE = 0.01, 1, 0.2, 0.01  # the first two as `gsm eval` has them
-PLAIN = "transformers"
+PLAIN, LINEAR = "transformers", "linear"
 
 
 def diagnose_files(paths: Iterable[str | Path]) -> DiagnoseResult:
@@ -38,12 +38,13 @@ def _bench(data: dict[str, Any]) -> Iterator[Finding]:
         yield finding("noisy-measurement", "others used more than a tenth of the machine meanwhile", advice=True)
     arms = {arm["name"]: arm for arm in data["arms"]}
     plain = arms.get(PLAIN)
+    usual = arms.get(LINEAR, plain)  # the same linear layers, so that the difference is the cache's
     tokens = data["workload"]["prompt_tokens"]
     for name, arm in arms.items():
-        if name == PLAIN:
+        if name in (PLAIN, LINEAR):
             continue
-        if plain is not None:
-            yield from _no_gain(name, arm, plain, tokens)
+        if plain is not None and usual is not None:
+            yield from _no_gain(name, arm, usual, tokens)
             yield from _more_memory(name, arm, plain, tokens)
         yield from _quality(name, arm.get("config"), arm.get("quality"))
 
@@ -52,7 +53,7 @@ def _no_gain(name: str, arm: dict[str, Any], plain: dict[str, Any], tokens: int)
     before, after, bound = plain["tpot_ms"]["median"], arm["tpot_ms"]["median"], plain.get("bound")
     if not before or not after or after < 0.95 * before:
         return
-    words = f"{name} takes {after:.3g} ms per token after {tokens} tokens, plain transformers {before:.3g} ms"
+    words = f"{name} takes {after:.3g} ms per token after {tokens} tokens, {plain['name']} {before:.3g} ms"
     profile = arm.get("profile") or plain.get("profile")
     if profile:
         part, ms = max(profile["parts_ms"].items(), key=lambda item: item[1])
