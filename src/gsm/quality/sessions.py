@@ -82,7 +82,28 @@ class Arm(Protocol):
         """A fresh session; leaving the context frees its cache and restores the model."""
 
 
-class PlainArm:
+class _ModelArm(ABC):
+    """An arm on a transformers model that is changed only while sessions run, so that arms can take turns."""
+
+    @contextmanager
+    def open(self) -> Iterator[Session]:
+        with self.running():
+            session = self.start()
+            try:
+                yield session
+            finally:
+                session.close()
+
+    @abstractmethod
+    def start(self) -> ModelSession:
+        """An empty session; the caller closes it."""
+
+    @abstractmethod
+    def running(self) -> AbstractContextManager[Any]:
+        """Sessions from `start` may be fed inside of it."""
+
+
+class PlainArm(_ModelArm):
     """Plain transformers with its DynamicCache: the reference of every quality measurement.
 
     ``linear`` "auto" gives it GSM's linear layers and nothing else, to see what they alone are worth.
@@ -98,47 +119,25 @@ class PlainArm:
     ):
         self.model, self.name, self.chunk_tokens, self.linear = model, name, chunk_tokens, linear
 
-    @contextmanager
-    def open(self) -> Iterator[Session]:
-        with self.running():
-            session = self.start()
-            try:
-                yield session
-            finally:
-                session.close()
-
     def start(self) -> ModelSession:
-        """An empty session; the caller closes it."""
         from transformers import DynamicCache
 
         return _Plain(self.model, DynamicCache(config=self.model.config), self.chunk_tokens)
 
     def running(self) -> AbstractContextManager[Any]:
-        """Sessions from `start` may be fed inside of it."""
         return fast_linears(self.model, self.linear)
 
 
-class GsmArm:
+class GsmArm(_ModelArm):
     """A GSM config on the same model, attached only while a session is open."""
 
     def __init__(self, model: PreTrainedModel, config: GsmConfig, *, name: str, chunk_tokens: int = 1024):
         self.model, self.config, self.name, self.chunk_tokens = model, config, name, chunk_tokens
 
-    @contextmanager
-    def open(self) -> Iterator[Session]:
-        with self.running():
-            session = self.start()
-            try:
-                yield session
-            finally:
-                session.close()
-
     def start(self) -> ModelSession:
-        """An empty session; the caller closes it."""
         return _Managed(self.model, hf.Cache(self.model, self.config), self.chunk_tokens)
 
     def running(self) -> AbstractContextManager[Any]:
-        """Sessions from `start` may be fed inside of it: the model is attached only there, so arms can take turns."""
         return hf.attach(self.model, self.config)
 
 
