@@ -72,6 +72,15 @@ def test_norms_are_known_by_what_they_compute(tiny_model: Any, family: str, serv
 
 
 @needs_kernel
+@pytest.mark.parametrize("dtype", list(products.FEW_ROWS))
+def test_a_row_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(8, 577).to(dtype), torch.randn(65, 577).to(dtype)
+    alone = torch.cat([products.few_rows(row, weight, None) for row in x.split(1)])
+    for rows in range(1, 9):
+        assert torch.equal(products.few_rows(x[:rows], weight, None), alone[:rows])
+
+
+@needs_kernel
 def test_damage_stays_visible() -> None:
     x, weight = torch.randn(3, 64), torch.randn(5, 64)
     x[1, 3], x[2, 5] = torch.nan, torch.inf

@@ -51,16 +51,6 @@ def _dot(x, w, n):
 
 
 @_inner
-def _dot2(x0, x1, w, n):
-    a = b = np.float32(0.0)
-    for i in range(n):
-        v = _value(w[i])
-        a += x0[i] * v
-        b += x1[i] * v
-    return a, b
-
-
-@_inner
 def _dot4(x0, x1, x2, x3, w, n):
     a = b = c = d = np.float32(0.0)
     for i in range(n):
@@ -82,15 +72,11 @@ def _product(a, w):
     while start < out:
         end = min(start + a.chunk, out)
         for j in range(start, end):
-            row, r = w[j], 0
-            while r + 4 <= rows:
-                y[r, j], y[r + 1, j], y[r + 2, j], y[r + 3, j] = _dot4(x[r], x[r + 1], x[r + 2], x[r + 3], row, n)
-                r += 4
-            if r + 2 <= rows:
-                y[r, j], y[r + 1, j] = _dot2(x[r], x[r + 1], row, n)
-                r += 2
-            if r < rows:
-                y[r, j] = _dot(x[r], row, n)
+            row = w[j]
+            for r in range(0, rows, 4):
+                # always four, the last row again where fewer are left: then sums have one order for any number of rows
+                r1, r2, r3 = min(r + 1, rows - 1), min(r + 2, rows - 1), min(r + 3, rows - 1)
+                y[r, j], y[r1, j], y[r2, j], y[r3, j] = _dot4(x[r], x[r1], x[r2], x[r3], row, n)
         if a.bias:
             bias = carray(pointer(a.bias), out, np.float32)
             for r in range(rows):
