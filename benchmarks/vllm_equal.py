@@ -80,6 +80,7 @@ def run(told: argparse.Namespace) -> dict[str, Any]:
     from vllm import LLM
 
     from gsm.config import load_config
+    from gsm.integrations.vllm.drive import numba_hidden
     from gsm.integrations.vllm.launch import block_tokens, engine_options
     from gsm.integrations.vllm.live import live_of
     from gsm.measure.vllm import kv_pool_bytes
@@ -88,17 +89,18 @@ def run(told: argparse.Namespace) -> dict[str, Any]:
 
     lengths, batches = ([int(x) for x in text.split(",")] for text in (told.lengths, told.batches))
     source = str(resolve_source(told.model))
-    options: dict[str, Any] = {"block_size": block_tokens(told.device)}
+    options: dict[str, Any] = {"block_size": block_tokens(None, told.device)}
     if told.child == "all":
         options = engine_options(load_config(ALL), told.device)
     if told.attention:
         options["attention_backend"] = told.attention
     longest = max(lengths) + told.new_tokens
-    llm = LLM(
-        model=source, dtype=told.dtype, enforce_eager=True, max_model_len=longest, max_num_seqs=max(batches),
-        max_num_batched_tokens=told.chunk_tokens, enable_prefix_caching=True,
-        kv_cache_memory_bytes=kv_pool_bytes(source, (max(batches) + 1) * longest, told.dtype), **options,
-    )  # fmt: skip
+    with numba_hidden():
+        llm = LLM(
+            model=source, dtype=told.dtype, enforce_eager=True, max_model_len=longest, max_num_seqs=max(batches),
+            max_num_batched_tokens=told.chunk_tokens, enable_prefix_caching=True,
+            kv_cache_memory_bytes=kv_pool_bytes(source, (max(batches) + 1) * longest, told.dtype), **options,
+        )  # fmt: skip
     ids = encode(AutoTokenizer.from_pretrained(source), load_thirds(None).evaluation).tolist()
     cases = []
     for length in lengths:

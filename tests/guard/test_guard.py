@@ -28,6 +28,15 @@ def same(model: Any, before: dict[str, torch.Tensor]) -> bool:
     return list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For thousands of tiny products: two threads would wait for each other on a busy machine, for minutes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def model(tiny_model: Any) -> Any:
     return tiny_model("llama", num_hidden_layers=4)
@@ -58,7 +67,6 @@ def sabotaging(names: list[str]) -> Callable[..., Any]:
     return apply
 
 
-@pytest.mark.slow
 def test_exactly_the_three_sabotaged_modules_are_rolled_back_in_every_seed(model: Any, text: torch.Tensor) -> None:
     config = SmoothingConfig(int8="dynamic", guard=LIMITS)
     with smoothing.apply(model, config) as applied:

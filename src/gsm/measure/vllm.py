@@ -242,14 +242,17 @@ def worker_main() -> None:
     from transformers import AutoTokenizer
     from vllm import LLM
 
+    from gsm.integrations.vllm.drive import numba_hidden
+
     config = None if told["config"] is None else load_config(told["config"])
     device = told["device"]
     options = {"block_size": block_tokens(None, device)} if config is None else _options(config, device)
-    llm = LLM(
-        model=told["source"], dtype=told["dtype"], enforce_eager=told["eager"], max_num_seqs=told["batch_size"],
-        max_model_len=told["prompt_tokens"] + told["new_tokens"] + 1, max_num_batched_tokens=told["chunk_tokens"],
-        enable_prefix_caching=False, kv_cache_memory_bytes=told["kv_bytes"], **options,
-    )  # fmt: skip
+    with numba_hidden():
+        llm = LLM(
+            model=told["source"], dtype=told["dtype"], enforce_eager=told["eager"], max_num_seqs=told["batch_size"],
+            max_model_len=told["prompt_tokens"] + told["new_tokens"] + 1, max_num_batched_tokens=told["chunk_tokens"],
+            enable_prefix_caching=False, kv_cache_memory_bytes=told["kv_bytes"], **options,
+        )  # fmt: skip
     ids = encode(AutoTokenizer.from_pretrained(told["source"]), told["text"]).tolist()
     print(_MARK + "{}", flush=True)
     for line in sys.stdin:
