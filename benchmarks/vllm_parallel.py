@@ -123,6 +123,7 @@ def run(name: str, config: dict[str, Any], told: argparse.Namespace, prompts: li
         "ranks": [{k: r[k] for k in ("rank", "data_parallel_rank", "epoch", "fingerprint", "counters")} for r in after],
         "replaced": sorted((r["data_parallel_rank"], r["rank"]) for r in ranks),
         "metrics": all(text in metrics for text in ("gsm:read_tokens_total", "vllm:")),
+        "series": sorted(line.split()[0] for line in metrics.splitlines() if line.startswith("gsm:config_epoch")),
     }
 
 
@@ -143,6 +144,7 @@ def judge(single: dict[str, Any], found: dict[str, Any]) -> dict[str, bool]:
         "every_rank_has_the_config": len({r["fingerprint"] for r in found["ranks"]}) == 1
         and all(r["epoch"] == 2 for r in found["ranks"])
         and len(found["ranks"]) == len(found["replaced"]) > 1,
+        "ranks_are_told_apart": len(set(found["series"])) == len(found["ranks"]),
         "refused_what_needs_a_restart": found["refused"] == 409,
         "metrics": found["metrics"],
     }

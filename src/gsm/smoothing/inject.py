@@ -132,7 +132,7 @@ def _install_mlp(edits: Edits, model: nn.Module, block: Block, mode: Mode, leave
     activation = _activation_of(mlp)
     if activation is None or not _is_gated_mlp(mlp, parts, activation):
         return []
-    gate_up = Int8Linear(Int8Weight.concatenate([_weight(part) for part in parts[:-1]]), mode)
+    gate_up = Int8Linear(Int8Weight.concatenate([_weight(part, mode) for part in parts[:-1]]), mode)
     edits.set_module(block.path(parent), Int8GatedMLP(gate_up, _int8(parts[-1], mode), activation))
     return names
 
@@ -144,7 +144,7 @@ def _install_group(edits: Edits, block: Block, mode: Mode, leave: Callable[[str]
         return []
     if len({_linear(part).bias is None for part in parts}) != 1:
         return []
-    fused = Int8Linear(Int8Weight.concatenate([_weight(part) for part in parts]), mode)
+    fused = Int8Linear(Int8Weight.concatenate([_weight(part, mode) for part in parts]), mode)
     group = ProjectionGroup(fused, [_linear(part).weight.shape[0] for part in parts])
     for index, name in enumerate(names):
         edits.set_module(name, GroupedProjection(group, index))
@@ -177,12 +177,12 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _int8(module: nn.Module, mode: Mode) -> Int8Linear:
-    return Int8Linear(_weight(module), mode, module.rotation_block if isinstance(module, RotatedLinear) else 1)
+    return Int8Linear(_weight(module, mode), mode, module.rotation_block if isinstance(module, RotatedLinear) else 1)
 
 
-def _weight(module: nn.Module) -> Int8Weight:
+def _weight(module: nn.Module, mode: Mode) -> Int8Weight:
     linear = _linear(module)
-    return Int8Weight.quantise(linear.weight, linear.bias)
+    return Int8Weight.quantise(linear.weight, linear.bias, int8_ops.GROUP if mode == "weight_only" else None)
 
 
 def _linear(module: nn.Module) -> Any:

@@ -9,8 +9,9 @@ All threads of torch's own team enter the same function with the same `ARGUMENTS
 output channels, or of rows, from a shared counter. Quantising the few rows of a decode step is done by every thread for
 itself: that is cheaper than waiting for each other.
 
-Arrays: x [rows, n] float32, w [out, n] int8, w_scale [out] float32; all C-contiguous. A row that holds a NaN or an
-infinity gets a NaN scale, so that the damage stays visible in the output; fast-math is limited to what keeps it so.
+Arrays: x [rows, n] float32, w [out, n] int8, w_scale [out] float32 ([out, groups] for `weight_only`); all C-contiguous.
+A row that holds a NaN or an infinity gets a NaN scale, so that the damage stays visible in the output; fast-math is
+limited to what keeps it so.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -36,7 +37,7 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _INFINITY_BITS = np.int32(0x7F800000)
 
 # What a call is told, 8 bytes each. `at` is the address of `counter`; addresses that a kernel does not read may be 0.
-_SIZES = ("counter", "at", "chunk", "rows", "n", "out", "kind", "block")
+_SIZES = ("counter", "at", "chunk", "rows", "n", "out", "groups", "kind", "block")
 _ADDRESSES = ("x", "q", "scale", "w", "w_scale", "bias", "total", "y")
 _FLOATS = ("static",)
 ARGUMENTS = np.dtype([*((f, np.int64) for f in (*_SIZES, *_ADDRESSES)), *((f, np.float64) for f in _FLOATS)])
@@ -132,6 +133,15 @@ def _dot_float(x, w, n):
     for i in range(n):
         total += x[i] * np.float32(w[i])
     return total
+
+
+@_inner
+def _widen(w, scale, wide, size, groups):
+    """int8 codes to float32, ``size`` of them per scale."""
+    for g in range(groups):
+        codes, to, s = w[g * size : (g + 1) * size], wide[g * size : (g + 1) * size], scale[g]
+        for i in range(size):
+            to[i] = np.float32(codes[i]) * s
 
 
 @_inner
@@ -236,24 +246,27 @@ def _gate_up(args):
 
 
 def _weight_only(args):
-    """y = x w^T for float32 rows; each weight row is widened once and used by all rows of x."""
+    """y = x w^T for float32 rows; each weight row is widened once and used by all rows of x.
+
+    A single row of x and one scale per channel need no widened copy.
+    """
     a = carray(args, 1)[0]
-    rows, n, out = a.rows, a.n, a.out
+    rows, n, out, groups = a.rows, a.n, a.out, a.groups
     x = carray(pointer(a.x), (rows, n), np.float32)
     w = carray(pointer(a.w), (out, n), np.int8)
-    w_scale = carray(pointer(a.w_scale), out, np.float32)
+    w_scale = carray(pointer(a.w_scale), (out, groups), np.float32)
     y = carray(pointer(a.y), (rows, out), np.float32)
     wide = np.empty(n, np.float32)
     start = add_to(a.at, a.chunk)
     while start < out:
         end = min(start + a.chunk, out)
         for j in range(start, end):
-            row = w[j]
-            if rows > 1:
-                for i in range(n):
-                    wide[i] = np.float32(row[i])
-            for r in range(rows):
-                y[r, j] = w_scale[j] * (_dot_float(x[r], wide, n) if rows > 1 else _dot_float(x[r], row, n))
+            if rows == 1 and groups == 1:
+                y[0, j] = w_scale[j, 0] * _dot_float(x[0], w[j], n)
+            else:
+                _widen(w[j], w_scale[j], wide, n // groups, groups)
+                for r in range(rows):
+                    y[r, j] = _dot_float(x[r], wide, n)
         if a.bias:
             bias = carray(pointer(a.bias), out, np.float32)
             for r in range(rows):

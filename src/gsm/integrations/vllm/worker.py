@@ -35,7 +35,8 @@ class GsmWorkerExtension:
         live = self._gsm_live()
         return {
             "rank": self.rank,
-            "data_parallel_rank": self.vllm_config.parallel_config.data_parallel_rank,
+            # the index: engines of dense models know nothing of each other, and each calls its rank 0
+            "data_parallel_rank": self.vllm_config.parallel_config.data_parallel_index,
             "epoch": live.epoch,
             "fingerprint": fingerprint(live.config),
             "config": live.config.model_dump(mode="json"),
