@@ -17,7 +17,7 @@ import torch
 from gsm.models import LoadedModel, load_model
 from support_models import TinyModel, build_tiny_model
 
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+torch.set_num_threads(min(2, int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)))
 
 
 @pytest.fixture(scope="session")

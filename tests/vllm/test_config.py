@@ -79,6 +79,11 @@ class TestReload:
         assert live.config.cache.sparse.budget_tokens == 2048
         assert live.reload({}) == 3
 
+    def test_a_config_that_leaves_the_block_size_open_keeps_it(self) -> None:
+        live = Live(load_config({**SPARSE, "vllm": {"block_tokens": 16}}))
+        assert live.reload(SPARSE) == 2
+        assert live.config.vllm.block_tokens == 16
+
     @pytest.mark.parametrize(
         "new",
         [EVICT, {"engine": {"max_running": 3}}, {"smoothing": {"enable": True}}, {"vllm": {"block_tokens": 16}}],

@@ -54,7 +54,8 @@ class Live:
         new = load_config(values)
         check(new)
         refuse_restart(self.config, new)
-        self.config = new
+        block_tokens = self.config.vllm.block_tokens  # also where the new config leaves it open
+        self.config = new.model_copy(update={"vllm": new.vllm.model_copy(update={"block_tokens": block_tokens})})
         self.epoch += 1
         return self.epoch
 
@@ -124,7 +125,7 @@ def refuse_restart(old: GsmConfig, new: GsmConfig) -> None:
         raise ConfigError(
             f"cold: {new.cache.cold} with policy: {new.cache.policy} needs another cache manager; restart with it"
         )
-    if new.vllm.block_tokens != old.vllm.block_tokens:
+    if new.vllm.block_tokens not in (None, old.vllm.block_tokens):
         raise ConfigError(
             f"vllm.block_tokens ({old.vllm.block_tokens} -> {new.vllm.block_tokens}): cached blocks have another size; "
             "restart with it"
