@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import gsm.cli
 from gsm.errors import ConfigError, InputError
-from gsm.smoothing import Calibration
+from gsm.guard.speed import find_products
+from gsm.smoothing import Calibration, calibrate
 from gsm.smoothing.context import check_ids
 from gsm.smoothing.export import check_target
 from support_measure import save_tiny_model
@@ -85,6 +86,51 @@ def test_rotate_is_guarded_timed_and_exported(
     with safe_open(target / "model.safetensors", "pt") as file:
         assert "lm_head.weight" in file.keys()  # noqa: SIM118
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
+
+
+def test_rotate_alone_is_accepted_and_exported(
+    directory: Path, tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, result = tmp_path / "out", tmp_path / "r.json"
+    arguments = ("--config", write("enable: true, method: rotate"), "-o", target, "--json", result)
+    code = run(monkeypatch, "smooth", directory, *arguments, "--prompt-tokens", 64)
+    assert code == 0, capsys.readouterr().out
+    told = json.loads(result.read_text())
+    assert told["outcome"]["accepted"]
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(d).eval()(input_ids=ids).logits for d in (directory, target)
+        )
+    assert torch.allclose(before, after, atol=1e-3)
+
+
+def test_settings_that_change_nothing_are_told_so(
+    directory: Path, write: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write("int8: dynamic, keep_precision: ['*']")
+    assert run(monkeypatch, "smooth", directory, "--config", config, "--prompt-tokens", 64) == 1
+    assert "change no module" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_calibration_of_another_model_is_refused(
+    directory: Path, tmp_path: Path, write: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    other = tmp_path / "other.json"
+    calibrate(tiny_model("llama", hidden_size=32), torch.arange(1, 41).view(2, 20)).save(other)
+    config = write("enable: true, method: window, int8: dynamic")
+    assert run(monkeypatch, "smooth", directory, "--config", config, "--calibration", other) == 2
+    assert "another model" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt"])
+def test_products_are_found_in_blocks_of_any_shape(tiny_model: Any, family: str) -> None:
+    model = tiny_model(family)
+    x = torch.randn(1, 3, model.get_input_embeddings().weight.shape[1])
+    found = find_products(model)
+    assert found
+    for module in found:
+        module(x)
 
 
 def test_window_is_reported_without_benefit_and_cannot_be_exported(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -185,6 +186,42 @@ def test_a_weight_replaced_meanwhile_counts(model: Any) -> None:
 
 
 @pytest.mark.usefixtures("always")
+@needs_kernel
+def test_a_deep_copy_computes_with_its_own_weights(model: Any) -> None:
+    ids = torch.arange(1, 9)[None]
+    with fast_linears(model), torch.no_grad():
+        twin = copy.deepcopy(model)
+        twin.lm_head.weight.zero_()
+        assert not twin(input_ids=ids).logits.any()
+        assert model(input_ids=ids).logits.any()
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [2, 40])
+def test_torchs_default_dtype_does_not_matter(rows: int) -> None:
+    x, weight, gain = torch.randn(rows, 96), torch.randn(130, 96), torch.randn(96)
+    expected = products.multiply(x, weight, None), norms.rms_norm(x, gain, 1e-5)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = products.multiply(x, weight, None), norms.rms_norm(x, gain, 1e-5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@needs_kernel
+def test_a_norm_with_a_gate_keeps_it() -> None:
+    from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+
+    model = nn.Sequential(MambaRMSNormGated(64, group_size=64).eval())
+    x, gate = torch.randn(3, 64), torch.randn(3, 64)
+    with torch.no_grad():
+        expected = model[0](x, gate), model[0](x)
+        with fast_linears(model):
+            found = model[0](x, gate), model[0](x)
+    torch.testing.assert_close(found, expected)
+
+
 def test_layers_of_somebody_else_are_left_alone(model: Any) -> None:
     layer = model.model.layers[0].mlp.down_proj
 

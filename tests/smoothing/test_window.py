@@ -222,3 +222,22 @@ def test_a_batch_that_changes_size_without_a_new_prompt_is_refused(model: Any) -
         cache = model(input_ids=ids, use_cache=True).past_key_values
         with pytest.raises(AttachError, match="empty cache"):
             model(input_ids=ids[:1, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("chunks", [[30, 70], [30, 30, 40]])
+def test_a_request_is_short_until_it_has_outgrown_that(model: Any, chunks: list[int]) -> None:
+    section = SmoothingConfig(
+        enable=True, method="window", precision="fp32", target_layers=("*o_proj",), smooth_strength=0.3, window_size=4
+    )
+    ids = torch.randint(1, model.config.vocab_size, (1, sum(chunks)), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        plain = model(input_ids=ids).logits
+        with apply(model, section):
+            cache, parts = None, []
+            for part in ids.split(chunks, 1):
+                out = model(input_ids=part, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                parts.append(out.logits)
+    found, short = torch.cat(parts, 1), sum(chunks[:-1])
+    assert torch.allclose(found[:, :short], plain[:, :short], atol=1e-5)
+    assert not torch.allclose(found[:, short:], plain[:, short:], atol=1e-2)

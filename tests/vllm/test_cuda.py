@@ -63,7 +63,7 @@ def make(backend: str, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]) 
     builder = object.__new__(builder_class)
     scratch = {f"softmax_segm_{name}": torch.zeros(4, HEADS * GROUP, 2) for name in ("output", "max", "expsum")}
     vars(builder).update(
-        gsm=live, known=None, num_heads_q=HEADS * GROUP, num_heads_kv=HEADS,
+        gsm=live, known=None, loads_blocks=False, num_heads_q=HEADS * GROUP, num_heads_kv=HEADS,
         kv_cache_spec=SimpleNamespace(block_size=BLOCK), **scratch,
     )  # fmt: skip
     builder._per_head = builder.make_per_head()
@@ -149,6 +149,20 @@ class TestCuda:
         cache[common.block_table_tensor[1, gone].long()] = torch.nan
         output, _, _ = run(parts, common, cache)
         assert not output.isnan().any()
+
+    def test_blocks_that_a_connector_filled_are_summarised_anew(
+        self, backend: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        parts = make(backend, monkeypatch, {"cache": {"sparse": {"enabled": True}}, "vllm": {"always_select": True}})
+        common, cache = a_batch([150], [1])
+        prompt, _ = a_batch([150], [6])  # the same blocks, as the end of a prompt
+        for loads, expected in ((False, 0), (True, 144 // BLOCK)):
+            parts[0].loads_blocks = loads
+            run(parts, common, cache)
+            run(parts, prompt, cache)
+            before = parts[0].gsm.counters.summarised_blocks
+            run(parts, common, cache)
+            assert parts[0].gsm.counters.summarised_blocks - before == expected
 
     def test_nothing_configured_is_stock(self, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         parts = make(backend, monkeypatch, {})

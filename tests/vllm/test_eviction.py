@@ -36,6 +36,24 @@ def free_blocks(llm: Any) -> int:
     return int(scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks())
 
 
+def a_manager(cache: dict[str, Any], num_blocks: int) -> Any:
+    """A manager with one request "r" that holds `num_blocks` blocks, without the engine around it."""
+    from types import SimpleNamespace
+
+    from gsm.config import load_config
+    from gsm.integrations.vllm.kv import GsmFullAttentionManager
+    from gsm.integrations.vllm.live import Live
+
+    manager: Any = object.__new__(GsmFullAttentionManager)
+    null = SimpleNamespace(is_null=True, block_id=0)
+    vars(manager).update(
+        gsm=Live(load_config({"cache": cache})), facts={}, num_dropped_blocks=0, block_size=32, _null_block=null,
+        req_to_blocks={"r": [SimpleNamespace(is_null=False, block_id=i + 1) for i in range(num_blocks)]},
+        block_pool=SimpleNamespace(free_blocks=lambda blocks: None),
+    )  # fmt: skip
+    return manager
+
+
 def both(llm: Any, ids: list[list[int]], new_tokens: int, tools: Any) -> tuple[list[Any], int]:
     """Outputs of two requests, and the most that ran at a time."""
     from vllm import SamplingParams
@@ -143,6 +161,30 @@ class TestBudget:
         dropped = manager_of(llm).num_dropped_blocks
         tools.generate(llm, ids, 40)
         assert manager_of(llm).num_dropped_blocks == dropped
+
+    def test_what_goes_got_the_least_attention(self, vllm_installed: None) -> None:
+        manager = a_manager({**BUDGET["cache"], "warm_size": 64}, num_blocks=12)
+        manager.remove_skipped_blocks("r", 380, 300)
+        assert manager.num_dropped_blocks == 0  # nothing is known yet
+        mass = [0.5, 0.1, 0.3, 0.05, 0.2, 0.01, 0.02, 0.15, 0.03, 0.9, 0.9, 0.9]
+        manager.observe("r", list(range(12)), mass, 0.5)
+        manager.remove_skipped_blocks("r", 384, 300)
+        assert manager.facts["r"].gone == [1, 3, 5, 6, 7]  # of 1 to 7, 2 and 4 have most; 0 has sinks, 8 on are hot
+
+    def test_pages_with_much_attention_stay_and_warm_size_bounds_every_policy(self, vllm_installed: None) -> None:
+        mass = [0.5, 0.1, 0.3, 0.05, 0.2, 0.01, 0.02, 0.15, 0.03, 0.9, 0.9, 0.9]
+        threshold = {**BUDGET["cache"], "policy": "threshold", "threshold": 0.04, "warm_size": 96, "sink_mass": 0.09}
+        manager = a_manager(threshold, num_blocks=12)
+        manager.remove_skipped_blocks("r", 380, 300)
+        manager.observe("r", list(range(12)), mass, 0.5)
+        manager.remove_skipped_blocks("r", 384, 300)
+        assert manager.facts["r"].gone == [3, 5, 6]  # the best three of 1 to 7 and all above sink_mass stay
+
+    def test_a_request_within_its_budget_is_judged_too(self, start: Start, tools: Any) -> None:
+        covered = {**BUDGET["cache"], "sparse": {"enabled": True, "budget_tokens": 1024}}
+        llm = start({"cache": covered}, num_gpu_blocks_override=65)
+        tools.generate(llm, tools.prompts([600]), 40)
+        assert manager_of(llm).num_dropped_blocks > 5
 
     def test_ranks_report_the_largest_share(self, vllm_installed: None) -> None:
         from gsm.integrations.vllm.connector import GsmWorkerMetadata

@@ -66,6 +66,16 @@ class TestFormula:
         for i in range(2):
             torch.testing.assert_close(torch.cat(parts[i]), formula(x[i], 0.2))
 
+    def test_rejected_drafts_leave_no_trace(self) -> None:
+        torch.manual_seed(0)
+        config, drafts, n = load_config(section(0.2)).smoothing, 3, 60
+        x, ring = torch.randn(n, 5), WINDOW - 1 + drafts
+        tables, state, parts = torch.randperm(9)[None] + 1, torch.zeros(20, ring, 5), []
+        for p in range(n):  # every token comes with three drafts, all of them wrong
+            index = WindowIndex.build([p + 1 + drafts], [0, 1 + drafts], tables, 16, ring, torch.device("cpu"))
+            parts.append(smooth(torch.cat((x[p : p + 1], 9 + torch.randn(drafts, 5))), state, index, config)[:1])
+        torch.testing.assert_close(torch.cat(parts), formula(x, 0.2))
+
     def test_strength_zero_changes_nothing(self) -> None:
         x = torch.randn(20, 4)
         index = WindowIndex.build([20], [0, 20], torch.arange(2).view(1, -1), 16, 7, torch.device("cpu"))

@@ -127,16 +127,16 @@ class _Plan:
         scores = num_streams * num_parts * group * max_pages if self.selection is not None else 1
         floats = {"scores": scores, "partial": items * group * v_dim, "state": items * group * 2}
         floats["sums"] = num_streams * group * width
-        self.work = {name: torch.empty(size) for name, size in floats.items()}
-        self.work["counts"] = torch.empty(num_streams, dtype=torch.long)
+        self.work = {name: torch.empty(size, dtype=torch.float32, device="cpu") for name, size in floats.items()}
+        self.work["counts"] = torch.empty(num_streams, dtype=torch.long, device="cpu")
         self._set(counters=self.counters.ctypes.data, **{name: x.data_ptr() for name, x in self.work.items()})
 
     def run(self, query: Tensor, table: Tensor) -> DecodeResult:
         """One layer: `query [B, Hq, k_dim]`, `table` of the layer."""
         heads = query if query.dtype == torch.float32 and query.is_contiguous() else query.float().contiguous()
-        out = torch.empty(self.shapes[0])
-        pages = torch.empty(self.shapes[1], dtype=torch.long)
-        mass = torch.empty(self.shapes[1])
+        out = torch.empty(self.shapes[0], dtype=torch.float32, device="cpu")  # whatever torch's defaults are
+        pages = torch.empty(self.shapes[1], dtype=torch.long, device="cpu")
+        mass = torch.empty(self.shapes[1], dtype=torch.float32, device="cpu")
         for field, tensor in zip(self._of_layer, (table, heads, out, pages, mass), strict=True):
             field[0] = tensor.data_ptr()
         self.counters[:] = self.start

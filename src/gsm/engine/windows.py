@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 from gsm.config.smoothing import SmoothingConfig
 from gsm.engine.request import Sequence, Work
-from gsm.errors import ConfigError
-from gsm.smoothing.select import matches
-from gsm.smoothing.sites import find_sites
+from gsm.smoothing.select import window_sites
 from gsm.smoothing.window import Parameters, Span, StepContext, WindowSmoothing, parameters_for, window_hooks
 
 if TYPE_CHECKING:
@@ -47,7 +45,8 @@ class Windows:
             return None
         found = self._find(config)
         if found is None:
-            found = self._hooks.enter_context(window_hooks(self._model, self._targets(config), config))
+            names = [choice.name for choice in window_sites(self._model, config) if choice.chosen]
+            found = self._hooks.enter_context(window_hooks(self._model, names, config))
             found.external = True
             self._installed.append(found)
         return found
@@ -82,23 +81,6 @@ class Windows:
 
     def _find(self, config: SmoothingConfig) -> WindowSmoothing | None:
         return next((smoothing for smoothing in self._installed if smoothing.config == config), None)
-
-    def _targets(self, config: SmoothingConfig) -> list[str]:
-        """Names of the modules a section acts on, where it can be told without a calibration run."""
-        how = config.target_layers
-        if how != "all" and not isinstance(how, tuple):
-            raise ConfigError(
-                f"smoothing.target_layers: {how} needs a calibration run, which takes a restart; name the modules, or "
-                "give all"
-            )
-        sites = []
-        for block in find_sites(self._model):
-            mlp = [] if block.layout.experts else [block.path(part) for part in block.layout.mlp_out]
-            sites += [block.path(block.layout.attn_out), *mlp]
-        for pattern in how if isinstance(how, tuple) else ():
-            if not any(matches(name, (pattern,)) for name in sites):
-                raise ConfigError(f"target_layers: '{pattern}' matches no site; sites are named like {sites[0]}")
-        return [name for name in sites if how == "all" or matches(name, how)]
 
     def _parameters_of(self, sequence: Sequence, config: SmoothingConfig) -> Parameters:
         """Fixed when the sequence is first seen: by the length it may reach, as the short-request rules want."""

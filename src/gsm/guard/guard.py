@@ -94,7 +94,8 @@ def search(
         more = smallest_retreat(run.ordered(excluded), run.passes(thorough, config, excluded, "confirmation"))
         excluded = excluded + (more or [])
         verdict = run.measure(thorough, config, "confirmation after roll-back", excluded)
-    accepted = verdict.passed and len(set(run.units) - set(excluded)) > 0
+    whole = config.enable and config.method == "rotate"  # of the residual stream: no module's roll-back ends it
+    accepted = verdict.passed and (whole or bool(set(run.units) - set(excluded)))
     return Outcome(
         accepted=accepted, config=config, culprits=culprits, rolled_back=excluded, verdict=verdict, steps=run.steps
     )

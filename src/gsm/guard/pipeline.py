@@ -76,8 +76,9 @@ def smooth_model(
         excluded = outcome.rolled_back if outcome else ()
         return apply(model, current, samples=samples, calibration=calibration, exclude=excluded)
 
+    bytes_before = weight_bytes(model)
     with state(config) as applied:
-        described = _describe(applied, model, environment, thirds, notes)
+        described = _describe(applied, model, environment, thirds, notes, bytes_before)
     if plan.dry_run:
         return described.model_copy(update={"conclusion": "dry run: nothing was measured or written"})
     text = encode(loaded.tokenizer, thirds.evaluation)
@@ -128,9 +129,13 @@ def _settle(plan: SmoothPlan) -> tuple[SmoothingConfig, list[str]]:
 
 
 def _describe(
-    applied: Applied, model: Any, environment: Environment, thirds: TextThirds, notes: list[str]
+    applied: Applied,
+    model: Any,
+    environment: Environment,
+    thirds: TextThirds,
+    notes: list[str],
+    bytes_before: int,
 ) -> SmoothResult:
-    before = weight_bytes(model)
     int8 = [module for module in model.modules() if isinstance(module, Int8Linear)]
     return SmoothResult(
         environment=environment,
@@ -139,20 +144,11 @@ def _describe(
         left_out=applied.left_out,
         int8_modules=applied.int8,
         max_logit_change=applied.max_logit_change,
-        weight_bytes_before=_original_bytes(model, int8, before),
-        weight_bytes_after=before + sum(module.int8.nbytes for module in int8) if int8 else None,
+        weight_bytes_before=bytes_before,
+        weight_bytes_after=weight_bytes(model) + sum(module.int8.nbytes for module in int8) if int8 else None,
         conclusion="",
         notes=notes,
     )
-
-
-def _original_bytes(model: Any, int8: list[Int8Linear], current: int) -> int:
-    """Bytes of the original weights: int8 modules stand for weights of the model's own precision."""
-    width = next(model.parameters()).element_size()
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    head = model.get_output_embeddings()
-    replaced = sum(module.int8.codes.numel() for module in int8 if not (tied and module is head))
-    return current + replaced * width
 
 
 def _prompt_length(loaded: LoadedModel, plan: SmoothPlan) -> int:
@@ -231,6 +227,8 @@ def _step_progress(progress: Progress, config: SmoothingConfig) -> Callable[[Ste
 
 def _first_miss(outcome: Outcome) -> str:
     """What the first change that missed the tolerance did, where every module had to be rolled back."""
-    missed = next(step for step in outcome.steps if not step.passed)
+    missed = next((step for step in outcome.steps if not step.passed), None)
+    if missed is None:
+        return "the settings change no module; name others in target_layers, or fewer in keep_precision"
     kl = "not finite" if missed.kl is None else f"{missed.kl:.2g} nats"
     return f"KL is {kl} after '{missed.what}', and rolling back left no module to change"

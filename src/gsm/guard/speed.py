@@ -120,10 +120,17 @@ def _products(model: Any) -> float:
 
 
 def find_products(model: Any) -> list[Any]:
-    """The first block's modules that multiply the residual width: q, k, v (or one of them) and the MLP."""
+    """The first block's modules that multiply the residual width: q, k, v (or one of them) and the MLP.
+
+    Of a block with other names, every linear layer of that width.
+    """
     layer = (model.get_decoder() if hasattr(model, "get_decoder") else model).layers[0]
-    attention = [getattr(layer.self_attn, name, None) for name in ("q_proj", "k_proj", "v_proj", "qkv_proj")]
-    return [module for module in (*attention, layer.mlp) if module is not None]
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    known = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "qkv_proj")]
+    if attention is not None and mlp is not None and any(known):
+        return [module for module in (*known, mlp) if module is not None]
+    width = model.get_input_embeddings().weight.shape[1]
+    return [module for module in layer.modules() if getattr(module, "in_features", None) == width]
 
 
 def _seconds(run: Callable[[], Any], times: int = 1) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -63,17 +64,17 @@ def _is_matrix(weight: Any) -> bool:
 
 
 def _forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-    parameters = module._parameters  # read at every call: a fold may replace them
+    return MethodType(_linear, module)  # bound, so that a deep copy of the model has one of its own
 
-    def forward(x: Tensor) -> Tensor:
-        weight, bias = parameters["weight"], parameters["bias"]
-        assert weight is not None
-        if x.dtype != weight.dtype or not _is_matrix(weight) or not is_plain(x):
-            return functional.linear(x, weight, bias)
-        y = multiply(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias)
-        return y.view(*x.shape[:-1], -1)
 
-    return forward
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    """`nn.Linear.forward`. Weights are looked up at every call: a fold may replace them."""
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    assert weight is not None
+    if x.dtype != weight.dtype or not _is_matrix(weight) or not is_plain(x):
+        return functional.linear(x, weight, bias)
+    y = multiply(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias)
+    return y.view(*x.shape[:-1], -1)
 
 
 def _compile() -> None:

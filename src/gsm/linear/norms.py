@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ _ALONE_ROWS = 2  # fewer are not worth waking a thread
 def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
     """x / rms(x) * gain over the last dimension; float32 on the CPU. Needs the kernel (`has_kernel`)."""
     x = x.detach().contiguous()
-    y, n = torch.empty(x.shape), x.shape[-1]
+    y, n = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // n
     chunk = max(1, min(_CHUNK_ROWS, rows // (2 * torch.get_num_threads())))
     (bits,) = struct.unpack("q", struct.pack("d", epsilon))
@@ -40,7 +41,7 @@ def norm_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or not has_kernel() or not isinstance(epsilon, float) or not _is_gain(weight):
         return None
-    x = torch.randn(3, weight.numel(), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, weight.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     for offset in (0.0, 1.0):
         if _agrees(module, x, weight, offset, epsilon):
             return _forward(module, type(module).forward, offset, epsilon)
@@ -63,14 +64,12 @@ def _agrees(module: nn.Module, x: Tensor, weight: Tensor, offset: float, epsilon
 
 
 def _forward(module: nn.Module, otherwise: Any, offset: float, epsilon: float) -> Callable[[Tensor], Tensor]:
-    parameters = module._parameters  # read at every call: a fold may replace them
-
-    def forward(x: Tensor) -> Tensor:
-        weight = parameters["weight"]
+    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        weight = self._parameters["weight"]  # read at every call: a fold may replace it
         assert weight is not None
-        if x.dtype != torch.float32 or not is_plain(x):
-            y: Tensor = otherwise(module, x)
+        if args or kwargs or x.dtype != torch.float32 or not is_plain(x):  # some norms take a gate as well
+            y: Tensor = otherwise(self, x, *args, **kwargs)
             return y
         return rms_norm(x, weight + offset if offset else weight, epsilon)
 
-    return forward
+    return MethodType(forward, module)  # bound, so that a deep copy of the model has one of its own

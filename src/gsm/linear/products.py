@@ -56,7 +56,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The same by the kernel. Sums are float32 whatever the dtype, rounded once."""
     dtype, (rows, n), out = x.dtype, x.shape, weight.shape[0]
     x, bias = x.float(), None if bias is None else bias.float().contiguous()
-    y = torch.empty(rows, out)
+    y = torch.empty(rows, out, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
     chunk = min(_MAX_CHUNK, -(-out // (2 * torch.get_num_threads())))
     addresses = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
     call(_NAMES[dtype], (0, 0, chunk, rows, n, out, *addresses, 0))
@@ -84,7 +84,10 @@ def onednn_is_faster() -> bool:
     """
     if not torch.backends.mkl.is_available() or _vendor() in ("", "GenuineIntel"):
         return False
-    x, weight, bias = torch.linspace(-1, 1, 96).view(12, 8), torch.linspace(-2, 1, 40).view(5, 8), torch.ones(5)
+    x, weight, bias = (
+        torch.linspace(-2, 1, n, dtype=torch.float32, device="cpu").view(*shape)
+        for n, shape in ((96, (12, 8)), (40, (5, 8)), (5, (5,)))
+    )
     try:
         return all(
             torch.allclose(onednn(x, weight, b), functional.linear(x, weight, b), atol=1e-5) for b in (bias, None)

@@ -128,6 +128,8 @@ def bench_vllm(spec: VllmBenchSpec, progress: Progress = no_progress) -> BenchRe
     Every process keeps its engine; between its turns it waits. Raises InputError, ConfigError, ModelError.
     """
     require_vllm()
+    if spec.new_tokens < 2:
+        raise InputError(f"a time per token needs at least 2 new tokens, not {spec.new_tokens}; raise --new-tokens")
     arms = [arm for arm in resolve_arms(spec.arms) if arm.config is not None]
     source = str(resolve_source(spec.model))
     thirds = load_thirds(spec.text)
@@ -159,6 +161,8 @@ def bench_vllm(spec: VllmBenchSpec, progress: Progress = no_progress) -> BenchRe
     environment = environment.model_copy(
         update={"load_average_after": load_average(), "other_cpu_share": share, "noisy": share > 0.1}
     )
+    if not all(sample["tpot_ms"] for measured in samples.values() for sample in measured):
+        notes.append("in some runs no step decoded all requests at once; raise --new-tokens for a time per token")
     workload = Workload(
         prompt_tokens=spec.prompt_tokens, new_tokens=spec.new_tokens, runs=spec.runs, batch_size=spec.batch_size,
         warmup_runs=1, prefill_chunk_tokens=spec.chunk_tokens, text_sha256=thirds.sha256("evaluation"),
@@ -168,7 +172,7 @@ def bench_vllm(spec: VllmBenchSpec, progress: Progress = no_progress) -> BenchRe
 
 
 def _arm_result(name: str, config: GsmConfig | None, samples: list[dict[str, Any]]) -> ArmResult:
-    ttft, tpot = [s["ttft_ms"] for s in samples], [s["tpot_ms"] for s in samples]
+    ttft, tpot = [s["ttft_ms"] for s in samples], [s["tpot_ms"] for s in samples if s["tpot_ms"] is not None]
     return ArmResult(
         name=name,
         config=None if config is None else {"engine": "vllm", **config.model_dump(mode="json")},

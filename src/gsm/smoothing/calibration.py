@@ -109,6 +109,19 @@ class Calibration:
     def of_kind(self, *kinds: str) -> list[SiteStats]:
         return [site for site in self if site.kind in kinds]
 
+    def require_model(self, model: nn.Module) -> None:
+        """Raise InputError unless ``model`` has the norms that were seen, as wide as they were."""
+        norms = self.of_kind("attn_norm", "mlp_norm")
+        try:
+            widths = [model.get_submodule(site.name).get_parameter("weight").numel() for site in norms]
+            fits = widths == [len(site.channel_max) for site in norms]
+        except AttributeError:
+            fits = False
+        if not fits:
+            raise InputError(
+                f"this calibration was made on another model ({self.model or 'unnamed'}); make one with `gsm calibrate`"
+            )
+
     def to_json(self) -> dict[str, Any]:
         head = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "sites"}
         return {"format": FORMAT, **head, "sites": [asdict(site) for site in self]}

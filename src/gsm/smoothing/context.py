@@ -21,7 +21,7 @@ from gsm.smoothing.fold import Fold, FunctionCheck, apply_fold
 from gsm.smoothing.inject import install_int8, int8_candidates, refuse_quantised
 from gsm.smoothing.int8 import Mode, int8_modules
 from gsm.smoothing.rotate import rotate_fold
-from gsm.smoothing.select import Choice, choose_sites, matches
+from gsm.smoothing.select import Choice, choose_sites, matches, window_sites
 from gsm.smoothing.sites import Sites, find_sites
 from gsm.smoothing.window import WindowSmoothing, is_window_smoothed, window_hooks
 
@@ -120,8 +120,10 @@ def _choose(
     """Decide which sites `window` acts on, before int8 decides what may be fused."""
     if not section.is_windowed:
         return
-    calibration = require_calibration(model, section, samples, calibration)
-    applied.choices = choose_sites(calibration, section)
+    if calibration is None and samples is None:
+        applied.choices = window_sites(model, section)
+    else:
+        applied.choices = choose_sites(require_calibration(model, section, samples, calibration), section)
     applied.smoothed = [choice.name for choice in applied.choices if choice.chosen and choice.name not in exclude]
 
 
@@ -170,7 +172,12 @@ def _channel(
 
 
 def _rotation(model: Any, sites: Sites, section: SmoothingConfig, applied: Applied, exclude: set[str]) -> Fold:
-    outputs = [block.path(part) for block in sites for part in block.layout.mlp_out]
+    outputs = [
+        block.path(part)
+        for block in sites
+        for part in block.layout.mlp_out
+        if isinstance(block.part(part), torch.nn.Module)  # stacked experts are one parameter, and stay unrotated
+    ]
     online = [name for name in outputs if section.online_rotation and name not in exclude]
     if isinstance(section.target_layers, tuple):
         online = [name for name in online if matches(name, section.target_layers)]
@@ -185,6 +192,7 @@ def require_calibration(
 ) -> Calibration:
     """The given calibration, or one taken on ``samples`` now; raises ConfigError without either."""
     if calibration is not None:
+        calibration.require_model(model)
         return calibration
     if samples is None:
         raise ConfigError(
@@ -230,7 +238,7 @@ def _take_static_scales(model: Any, samples: Tensor, num_exempt: int) -> None:
     """Run the int8 model itself on text and keep the largest input of every product: quantise first, then observe."""
     scales = [module.input_scale for module in int8_modules(model)]
     for scale in scales:
-        scale.recording, scale.num_exempt, scale.largest = True, num_exempt, 0.0
+        scale.recording, scale.num_exempt, scale.seen = True, num_exempt, []
     device = next(model.parameters()).device
     for sample in samples:
         model(input_ids=sample[None].to(device), use_cache=False)

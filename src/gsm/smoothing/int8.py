@@ -8,7 +8,7 @@ was taken.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -21,26 +21,32 @@ from gsm.smoothing.int8_ops import Int8Weight
 
 Mode = Literal["weight_only", "dynamic", "static"]
 
+_SUITED = 0.99
+
 
 @dataclass
 class InputScale:
-    """The static scale of one input; 0 means "take each row's own". While ``recording``, the largest row is kept.
+    """The static scale of one input; 0 means "take each row's own". While ``recording``, rows are observed.
 
-    ``num_exempt`` tokens at the start of each recorded sample are left out (attention sinks).
+    The scale suits `_SUITED` of the rows; larger ones take their own at run time, so that nothing is clipped. A scale
+    for the largest row of the calibration text would be too coarse for nearly all others. ``num_exempt`` tokens at the
+    start of each recorded sample are left out (attention sinks).
     """
 
     value: float = 0.0
     recording: bool = False
     num_exempt: int = 0
-    largest: float = 0.0
+    seen: list[Tensor] = field(default_factory=list)  # largest element of every row
 
     def see(self, x: Tensor) -> None:
         """Record ``x`` [..., tokens, channels]."""
         if self.recording and x.shape[-2] > self.num_exempt:
-            self.largest = max(self.largest, float(x[..., self.num_exempt :, :].abs().max()))
+            self.seen.append(x[..., self.num_exempt :, :].abs().amax(-1).flatten())
 
     def freeze(self) -> None:
-        self.recording, self.value = False, self.largest / 127
+        rows = torch.cat(self.seen).sort().values if self.seen else torch.zeros(1)
+        self.value = float(rows[int(_SUITED * (len(rows) - 1))]) / 127
+        self.recording, self.seen = False, []
 
 
 class Int8Linear(nn.Module):
@@ -63,6 +69,8 @@ class Int8Linear(nn.Module):
         return self.int8.codes.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], self.out_features)
         rows = _rows(x)
         if self.input_scale.recording:
             self.input_scale.see(_rotated(x.float(), self.rotation_block))
@@ -153,6 +161,9 @@ class FusedNorm(nn.Module):
         return self.norm.get_parameter("weight")
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            y: Tensor = self.norm(x)
+            return y
         return rms_norm(x, self._gain, self.epsilon)
 
 

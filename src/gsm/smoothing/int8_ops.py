@@ -55,7 +55,7 @@ class Int8Weight:
                 f"a weight of dtype {weight.dtype} and shape {tuple(weight.shape)} cannot be rounded to int8; "
                 "is the model quantised already? load it in float32, bfloat16 or float16"
             )
-        w = weight.detach().float()
+        w = weight.detach().float().contiguous()
         if group is None or w.shape[1] % group:
             group = w.shape[1]
         w = w.view(w.shape[0], -1, group)
@@ -116,7 +116,7 @@ def linear(x: Tensor, weight: Int8Weight, *, static_scale: float = 0.0, block: i
     ``block`` > 1 rotates the inputs first (`hadamard`).
     """
     if x.shape[0] <= SMALL_ROWS and _fused(x):
-        y = torch.empty(x.shape[0], weight.codes.shape[0])
+        y = _floats(x.shape[0], weight.codes.shape[0])
         _over_channels("linear", weight, x=x, y=y, static=static_scale, block=block)
         return y
     q, s = quantise_rows(x, static_scale=static_scale, block=block)
@@ -126,7 +126,7 @@ def linear(x: Tensor, weight: Int8Weight, *, static_scale: float = 0.0, block: i
 def weight_only(x: Tensor, weight: Int8Weight) -> Tensor:
     """x w^T + b with int8 weights and activations as they are; ``x`` [rows, in] float32."""
     if x.shape[0] <= _WIDEN_ROWS and _fused(x):
-        y = torch.empty(x.shape[0], weight.codes.shape[0])
+        y = _floats(x.shape[0], weight.codes.shape[0])
         _over_channels("weight_only", weight, x=x, y=y)
         return y
     if x.device.type == "cpu" and x.shape[0] <= SMALL_ROWS and weight.groups == 1:
@@ -158,14 +158,14 @@ def gated_mlp(
         return linear(_activate(gate, activation) * up, down, static_scale=static_h, block=block)
     kind, inner = kernels().ACTIVATIONS[activation], down.codes.shape[1]
     if x.shape[0] <= SMALL_ROWS:
-        hidden = torch.empty(x.shape[0], inner)
+        hidden = _floats(x.shape[0], inner)
         _over_channels("gate_up", gate_up, x=x, y=hidden, static=static_x, kind=kind)
         return linear(hidden, down, static_scale=static_h, block=block)
-    y = torch.empty(x.shape[0], down.codes.shape[0])
+    y = _floats(x.shape[0], down.codes.shape[0])
     for start in range(0, x.shape[0], _BLOCK_ROWS):
         q, s = quantise_rows(x[start : start + _BLOCK_ROWS], static_scale=static_x)
         total = int_mm(q, gate_up.codes)
-        h, hs = torch.empty(len(q), inner, dtype=torch.int8), torch.empty(len(q))
+        h, hs = _codes(len(q), inner), _floats(len(q))
         like = gate_up.arguments
         _over_rows(
             "gate_and_quantise", like, total=total, x=s, q=h, scale=hs, n=inner, static=static_h, kind=kind, block=block
@@ -177,7 +177,7 @@ def gated_mlp(
 def quantise_rows(x: Tensor, *, static_scale: float = 0.0, block: int = 1) -> tuple[Tensor, Tensor]:
     """``x`` [rows, n] float32 to (codes [rows, n] int8, scale [rows] float32). A non-finite row gets a NaN scale."""
     if _fused(x):
-        q, s = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0])
+        q, s = _codes(*x.shape), _floats(x.shape[0])
         _over_rows("quantise_rows", _arguments(n=x.shape[1]), x=x, q=q, scale=s, static=static_scale, block=block)
         return q, s
     if block > 1:
@@ -192,7 +192,7 @@ def quantise_rows(x: Tensor, *, static_scale: float = 0.0, block: int = 1) -> tu
 def dequantise(total: Tensor, scale: Tensor, weight: Int8Weight) -> Tensor:
     """int32 sums [rows, out] to float32, with the bias added."""
     if _fused(total):
-        y = torch.empty(total.shape)
+        y = _floats(*total.shape)
         _over_rows("dequantise", weight.arguments, total=total, scale=scale, y=y)
         return y
     y = total.float().mul_(scale[:, None] * weight.scale[:, 0])
@@ -234,6 +234,15 @@ def hadamard(x: Tensor, block: int) -> Tensor:
 
 def _activate(x: Tensor, activation: str) -> Tensor:
     return functional.silu(x) if activation == "silu" else functional.gelu(x, approximate="tanh")
+
+
+def _floats(*shape: int) -> Tensor:
+    """Room for what a kernel writes: it knows neither torch's default dtype nor its default device."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def _codes(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int8, device="cpu")
 
 
 def _fused(x: Tensor) -> bool:

@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from gsm.config.smoothing import SmoothingConfig
 from gsm.errors import ConfigError
 from gsm.smoothing.calibration import Calibration, SiteStats
+from gsm.smoothing.sites import find_sites
 
 # The sites that a method can act on, by kind of observation.
 CANDIDATES = {
@@ -49,20 +51,45 @@ def choose_sites(calibration: Calibration, config: SmoothingConfig) -> list[Choi
     return _top(sites, lambda site: site.kurtosis_body if config.skip_sink else site.kurtosis, "kurtosis")
 
 
+def window_sites(model: Any, config: SmoothingConfig) -> list[Choice]:
+    """The choices of `window` where they can be told without a calibration: `all`, or names. Raises ConfigError."""
+    how = config.target_layers
+    if how != "all" and not isinstance(how, tuple):
+        raise ConfigError(
+            f"smoothing.target_layers: {how} needs a calibration run, which takes a restart in a server; give samples "
+            "of text or a calibration, name the modules, or say all"
+        )
+    names = []
+    for block in find_sites(model):
+        mlp = [] if block.layout.experts else [block.path(part) for part in block.layout.mlp_out]
+        names += [block.path(block.layout.attn_out), *mlp]
+    if how == "all":
+        return [Choice(name, True, "all sites are wanted") for name in names]
+    _require_matches(names, how)
+    return [Choice(name, hit, "named" if hit else "not named") for name in names for hit in [matches(name, how)]]
+
+
+def _require_matches(names: Sequence[str], patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(matches(name, (pattern,)) for name in names):
+            raise ConfigError(
+                f"target_layers: '{pattern}' matches no site; sites are named like {names[0]} and {names[-1]}"
+            )
+
+
 def rollback_order(calibration: Calibration | None, names: Sequence[str]) -> list[str]:
     """``names``, the most sensitive first: by gradient sensitivity where measured, else by kurtosis, else as given."""
     if calibration is None:
         return list(names)
-    rank = {site.name: (site.sensitivity or 0.0, site.kurtosis_body) for site in calibration}
+    rank: dict[str, tuple[float, float]] = {}  # of a module seen on both sides, the worse
+    for site in calibration:
+        here = (site.sensitivity or 0.0, site.kurtosis_body)
+        rank[site.name] = max(here, rank.get(site.name, here))
     return sorted(names, key=lambda name: rank.get(name, (0.0, 0.0)), reverse=True)
 
 
 def _by_pattern(sites: Sequence[SiteStats], patterns: tuple[str, ...]) -> list[Choice]:
-    for pattern in patterns:
-        if not any(matches(site.name, (pattern,)) for site in sites):
-            raise ConfigError(
-                f"target_layers: '{pattern}' matches no site; sites are named like {sites[0].name} and {sites[-1].name}"
-            )
+    _require_matches([site.name for site in sites], patterns)
     return [
         Choice(site.name, hit, ("named in target_layers; " if hit else "not named; ") + _tail(site))
         for site in sites

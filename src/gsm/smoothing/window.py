@@ -274,7 +274,8 @@ class _Prepared:
         self.num_tokens = max((span.start + span.length for span in context.spans), default=0)
         for span in context.spans:
             state.slot(span.request)
-        self.any_smoothed = any(span.parameters.strength > 0 for span in context.spans)
+        # without an engine a request may yet outgrow the short ones, so its window is kept
+        self.any_smoothed = not smoothing.external or any(span.parameters.strength > 0 for span in context.spans)
         packed = all(span.length == 1 and span.start == index for index, span in enumerate(context.spans))
         self.single = _SingleTokens(context.spans, state, smoothing) if packed and context.spans else None
 
@@ -301,6 +302,7 @@ class _RowTracker:
 
     smoothing: WindowSmoothing
     admitted: list[Parameters] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # tokens by which a row was judged
     restore: list[Any] = field(default_factory=list)
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -317,17 +319,26 @@ class _RowTracker:
         pads = _left_pads(kwargs.get("attention_mask"), batch)
         if past == 0:
             self.smoothing.state.clear()
-            self.admitted = [parameters_for(self.smoothing.config, length - pad) for pad in pads]
+            self.lengths = [length - pad for pad in pads]
+            self.admitted = [parameters_for(self.smoothing.config, n) for n in self.lengths]
         if len(self.admitted) != batch:
             raise AttachError(
                 f"window smoothing saw a prompt of {len(self.admitted)} rows and now {batch}; start from an empty cache"
             )
+        self._outgrow([past + length - pad for pad in pads])
         spans = []
         for row, pad in enumerate(pads):
             skipped = min(length, max(0, pad - past))
             spans.append(Span(row, row * length + skipped, length - skipped, past + skipped - pad, self.admitted[row]))
         self.smoothing.prepare(StepContext(tuple(spans)))
         self._follow_reorder(cache)
+
+    def _outgrow(self, lengths: list[int]) -> None:
+        """A plain call does not say how long a request will become: it is short until it is longer than that."""
+        config = self.smoothing.config
+        for row, now in enumerate(lengths):
+            if self.lengths[row] <= config.short_request.max_tokens < now:
+                self.lengths[row], self.admitted[row] = now, parameters_for(config, now)
 
     def _follow_reorder(self, cache: Any) -> None:
         """Beam search permutes the cache between steps; the windows must follow."""

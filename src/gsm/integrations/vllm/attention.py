@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from gsm.core.scorers import make_scorer
-from gsm.integrations.vllm.live import Live, live_of, logger
+from gsm.errors import ConfigError
+from gsm.integrations.vllm.live import Live, foreign_connector, live_of, logger
 from gsm.integrations.vllm.pages import HeadPages, KeyReader, head_pages
 from gsm.integrations.vllm.selection import choose, page_scores
 from gsm.integrations.vllm.step import Plan, Step, compiled_selection
@@ -28,8 +30,10 @@ class BuilderMixin:
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
         self.known = None
-        self.gsm = live_of(vllm_config)
+        self.gsm = live_of(vllm_config) if isinstance(kv_cache_spec, FullAttentionSpec) else None
+        self.loads_blocks = foreign_connector(vllm_config) is not None
         if self.gsm is not None:
+            _require_our_manager(kv_cache_spec, vllm_config)
             self.reorder_batch_threshold = 1  # rows that add one token come first
             self._per_head = self.make_per_head()
             _warn_of_large_blocks(kv_cache_spec.block_size)
@@ -60,6 +64,15 @@ class BuilderMixin:
     def make_per_head(self) -> Any:
         """This builder for a model with one kv head."""
         raise NotImplementedError
+
+
+def _require_our_manager(spec: Any, vllm_config: Any) -> None:
+    """Refuse a group that vLLM has merged from layers of other kinds: its manager would cache answers as exact."""
+    if type(spec) is FullAttentionSpec and vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "layers with a window are kept as if they had none, so the prefix cache would hold what was computed under "
+            "a selection; start without --disable-hybrid-kv-cache-manager, or with --no-enable-prefix-caching"
+        )
 
 
 def _warn_of_large_blocks(block_size: int) -> None:
@@ -127,6 +140,8 @@ class ImplMixin:
         if not step.config.cache.sparse.enabled or not _selectable(self):
             return None
         if self._gsm is None or not self._gsm.fits(cache, step):
+            if self._gsm is not None:
+                step.live.counters.summary_bytes -= self._gsm.summaries.nbytes
             self._gsm = LayerState(self, layer, cache, step)
         return self._gsm
 

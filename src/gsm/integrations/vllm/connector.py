@@ -74,6 +74,11 @@ class GsmConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         managers = kv_cache_manager.coordinator.single_type_managers
         self._managers = [m for m in managers if isinstance(m, GsmFullAttentionManager)]
+        if not self._managers:
+            raise ValueError(
+                "GsmConnector finds no cache manager of its own: vLLM has merged all layers into one group; start "
+                "without --disable-hybrid-kv-cache-manager, or without cold: drop"
+            )
         for manager in self._managers:
             manager.gsm = self.live
 

@@ -78,7 +78,11 @@ class GsmEndpoint:
         from prometheus_client import generate_latest
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-        own = render(await self.call("gsm_status"))
+        try:
+            own = render(await self.call("gsm_status"))
+        except Exception:  # an engine without a GSM config, or without our worker extension: vLLM's metrics remain
+            logger.debug("no GSM metrics", exc_info=True)
+            own = ""
         return Response(
             generate_latest(get_prometheus_registry()) + own.encode(), media_type="text/plain; version=0.0.4"
         )

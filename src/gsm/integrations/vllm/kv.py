@@ -15,8 +15,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from gsm.integrations.vllm.live import Live, any_live, evicts
-from gsm.kv.policies import PageFacts, make_policy
+from gsm.integrations.vllm.live import Live, any_live, evicts, judges_by_mass
+from gsm.kv.policies import PageFacts, beyond, make_policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,8 @@ class GsmFullAttentionManager(FullAttentionManager):
             return
         if processed_computed_tokens < num_prompt_tokens:
             return  # chunks of a prompt depend on its company: what they see must not
+        if judges_by_mass(self.gsm.config) and not facts.mass:
+            return  # no decode step has been seen yet, or none since a preemption
         policy = make_policy(self.gsm.config.cache)
         facts.judged_blocks = complete
         self._drop(request_id, facts, self._cold(policy, request_id, facts, processed_computed_tokens))
@@ -95,10 +97,19 @@ class GsmFullAttentionManager(FullAttentionManager):
         if last <= first:
             return []
         present = torch.tensor([first <= i and not blocks[i].is_null for i in range(last)])
-        known = (facts.mass + [float("nan")] * last)[:last] if policy.needs_mass else None
-        mass = torch.tensor(known).view(1, 1, -1) if known is not None else None
-        cold = policy.cold(PageFacts(present.view(1, 1, -1), mass, num_tokens, self.block_size))
-        return [] if cold is None else (cold.flatten() & present).nonzero().flatten().tolist()
+        mass = None
+        if judges_by_mass(self.gsm.config):
+            mass = torch.tensor((facts.mass + [float("nan")] * last)[:last]).view(1, 1, -1)
+        known = PageFacts(present.view(1, 1, -1), mass, num_tokens, self.block_size)
+        cold = policy.cold(known)
+        if cold is None:
+            cold = torch.zeros_like(known.present)
+        if cache.warm_size is not None:
+            cold = cold | beyond(known, cache.warm_size)
+        if mass is not None and cache.sink_mass is not None:
+            cold = cold & ~(mass >= cache.sink_mass)
+        gone: list[int] = (cold.flatten() & present).nonzero().flatten().tolist()
+        return gone
 
     def _drop(self, request_id: str, facts: RequestFacts, cold: list[int]) -> None:
         if not cold:

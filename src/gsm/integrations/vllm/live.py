@@ -72,6 +72,9 @@ def live_of(vllm_config: Any) -> Live | None:
             return None
         check(config)
         _LIVE[name] = Live(config)
+        if isinstance(vllm_config.additional_config, dict):
+            # vLLM keeps compiled models by what its configuration says: a path would hide what the file says
+            vllm_config.additional_config[KEY] = config.model_dump(mode="json", exclude_unset=True)
     return _LIVE[name]
 
 
@@ -93,6 +96,18 @@ def evicts(config: GsmConfig) -> bool:
     return config.cache.cold == "drop" and config.cache.policy != "keep_all"
 
 
+def judges_by_mass(config: GsmConfig) -> bool:
+    """Whether what is given back depends on estimated attention."""
+    return evicts(config) and (config.cache.policy in ("threshold", "budget") or config.cache.sink_mass is not None)
+
+
+def foreign_connector(vllm_config: Any) -> str | None:
+    """Name of a KV connector that is not ours: it may fill blocks that no forward pass has written."""
+    transfer = vllm_config.kv_transfer_config
+    name = transfer.kv_connector if transfer is not None else None
+    return name if name != "GsmConnector" else None
+
+
 def check(config: GsmConfig) -> None:
     """Refuse what vLLM's cache cannot do. Raises ConfigError."""
     cache, smoothing = config.cache, config.smoothing
@@ -100,15 +115,16 @@ def check(config: GsmConfig) -> None:
         raise ConfigError("positions: compact renumbers stored keys, which vLLM's cache cannot; use positions: logical")
     if cache.cold == "int4":
         raise ConfigError("cold: int4 re-encodes pages, which vLLM's cache cannot; use keep or drop, or fp8 KV of vLLM")
-    if cache.policy in ("threshold", "budget") and cache.cold == "drop":
+    if judges_by_mass(config):
+        what = "sink_mass" if cache.sink_mass is not None else f"policy '{cache.policy}'"
         if not cache.sparse.enabled:
             raise ConfigError(
-                f"policy '{cache.policy}' judges blocks by attention that only selection estimates; set "
-                "sparse.enabled: true, or use policy: recent"
+                f"{what} judges blocks by attention that only selection estimates; set sparse.enabled: true, or use "
+                "policy: recent without sink_mass"
             )
         if cache.sparse.scorer not in ("clusters", "anchor"):
             raise ConfigError(
-                f"policy '{cache.policy}' needs a scorer that estimates attention shares, not "
+                f"{what} needs a scorer that estimates attention shares, not "
                 f"'{cache.sparse.scorer}'; use clusters or anchor"
             )
     if smoothing.int8 != "off" or smoothing.is_folded:

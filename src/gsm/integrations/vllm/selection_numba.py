@@ -55,13 +55,13 @@ class Prepared:
 
     def __init__(self, rows: Rows, num_heads: int) -> None:
         batch, columns = rows.tables.shape
-        self.shares = torch.zeros(batch, num_heads, columns)
+        self.shares = torch.zeros(batch, num_heads, columns, dtype=torch.float32, device="cpu")
         self.pages = torch.zeros(batch, num_heads, rows.width, dtype=torch.int32)
         self._logical = torch.zeros(batch, num_heads, rows.width, dtype=torch.int64)
         self._tables = rows.tables.unsqueeze(1).expand(-1, num_heads, -1)
         records = self._tables * num_heads + torch.arange(num_heads).view(-1, 1)
         counts = torch.zeros(batch * num_heads, dtype=torch.int64)
-        self._scores = torch.empty(0)
+        self._scores = torch.empty(0, dtype=torch.float32, device="cpu")
         # kept, so that their addresses stay valid
         self._kept = records.int().contiguous(), torch.arange(batch), rows.lengths, rows.counts, counts
         self._block = np.zeros(1, kernels.ARGUMENTS)
@@ -94,7 +94,7 @@ class Prepared:
     def scratch(self, per_page: int) -> Tensor:
         """Room for that many numbers per head and page."""
         if self._scores.numel() < per_page * self.shares.numel():
-            self._scores = torch.empty(per_page * self.shares.numel())
+            self._scores = torch.empty(per_page * self.shares.numel(), dtype=torch.float32, device="cpu")
         return self._scores
 
     def chosen(self) -> Tensor:

@@ -26,11 +26,12 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from gsm.config.smoothing import SmoothingConfig
 from gsm.errors import ConfigError
-from gsm.integrations.vllm.live import Live, live_of
+from gsm.integrations.vllm.live import Live, foreign_connector, live_of
 from gsm.integrations.vllm.step import Step
 from gsm.integrations.vllm.window import WindowIndex, smooth
 
 SITES = (".o_proj", ".down_proj")
+_OPERATION = "vllm::gsm_smooth_window"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -56,11 +57,22 @@ class GsmRowParallelLinear(RowParallelLinear):
         self.gsm: Live | None = None
         self.gsm_state: Tensor | None = None
         self.gsm_name = prefix + ".gsm"
+        self.gsm_drafts = 0
         vllm_config = get_current_vllm_config()
         live = live_of(vllm_config)
         if live is not None and is_target(live.config.smoothing, prefix):
+            connector = foreign_connector(vllm_config)
+            if connector is not None:
+                raise ConfigError(
+                    f"smoothing keeps inputs beside KV blocks, which {connector} does not move; drop either"
+                )
             self.gsm = live
-            vllm_config.compilation_config.static_forward_context[self.gsm_name] = self
+            speculative = vllm_config.speculative_config
+            self.gsm_drafts = speculative.num_speculative_tokens if speculative is not None else 0
+            compilation = vllm_config.compilation_config
+            compilation.static_forward_context[self.gsm_name] = self
+            if compilation.splitting_ops and _OPERATION not in compilation.splitting_ops:
+                compilation.splitting_ops.append(_OPERATION)  # as attention: it reads the step, which no graph may hold
 
     def forward(self, input_: Tensor) -> Any:
         if self.gsm is not None:
@@ -77,7 +89,7 @@ def smooth_window(x: Tensor, layer_name: str) -> Tensor:
     layer = context.no_compile_layers[layer_name]
     config = layer.gsm.config.smoothing
     if layer.gsm_state is None:
-        ring = config.window_for(1 << 20) - 1
+        ring = config.window_for(1 << 20) - 1 + layer.gsm_drafts  # rejected drafts must not cover what is still needed
         num_blocks = _num_blocks(context)
         layer.gsm_state = torch.zeros(num_blocks, ring, x.shape[-1], dtype=_DTYPES[config.precision], device=x.device)
     ring = layer.gsm_state.shape[1]

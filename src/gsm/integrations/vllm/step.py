@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gsm.integrations.vllm.live import Live
+from gsm.integrations.vllm.live import Live, judges_by_mass
 from gsm.integrations.vllm.selection import Rows, plan_rows
 from gsm.integrations.vllm.summaries import KnownBlocks
 
@@ -122,7 +122,7 @@ class Step:
         for i, logical in enumerate(self.lengths[:n]):
             if logical < vllm.dense_below_tokens:
                 counts[i] = everything[i]
-        if counts == everything and not vllm.always_select:
+        if counts == everything and not vllm.always_select and not judges_by_mass(self.config):
             return None
         return replace(rows, counts=torch.tensor(counts, device=rows.counts.device), width=max(counts))
 
@@ -131,10 +131,22 @@ class Step:
         of = sparse.scorer, sparse.sigma
         if known is None or len(known.known) != num_blocks or known.of != of:
             known = self.builder.known = KnownBlocks(num_blocks, device, of)
+        if self.builder.loads_blocks:
+            known.forget(self._loaded(common))
         slots = common.slot_mapping[: common.num_actual_tokens].long()
         found: Tensor = known.update(slots, self.block_size, *((rows.tables, rows.last) if rows else ()))
         self.live.counters.summarised_blocks += len(found)
         return found
+
+    def _loaded(self, common: Any) -> Tensor:
+        """Blocks before the new tokens of rows in their prompt: a connector may have filled them just now."""
+        found = [torch.zeros(0, dtype=torch.long)]
+        prefilling = common.is_prefilling
+        for i, length in enumerate(self.lengths):
+            if prefilling is None or bool(prefilling[i]):
+                num_past = length - (self.starts[i + 1] - self.starts[i])
+                found.append(self.tables[i, : num_past // self.block_size].long().cpu())
+        return torch.cat(found)
 
     def _selected(self, common: Any, rows: Rows, num_tables: int, device: torch.device) -> tuple[Any, Tensor]:
         """Metadata for the decode rows; where heads choose for themselves, each is a request of its own."""
@@ -164,8 +176,7 @@ class Step:
 
     def _room_for_mass(self, rows: Rows, columns: Tensor | None) -> Tensor | None:
         """Where layers add what they estimate, if a policy asks for it; handed to the connector after the step."""
-        cache = self.config.cache
-        if cache.cold != "drop" or cache.policy not in ("threshold", "budget"):
+        if not judges_by_mass(self.config):
             return None
         mass = torch.zeros(len(rows.lengths), rows.tables.shape[1], device=rows.tables.device)
         for i, last in enumerate(rows.last.tolist()):

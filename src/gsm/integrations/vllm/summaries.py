@@ -44,6 +44,10 @@ class KnownBlocks:
         self.known = torch.zeros(num_blocks, dtype=torch.bool, device=device)
         self.of = of  # what kind of summaries
 
+    def forget(self, blocks: Tensor) -> None:
+        """What `blocks` int64 `[N]` hold has changed behind our back."""
+        self.known[blocks.to(self.known.device)] = False
+
     def update(
         self, slots: Tensor, block_size: int, tables: Tensor | None = None, complete: Tensor | None = None
     ) -> Tensor:
