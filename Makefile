@@ -11,7 +11,7 @@ demo: $(VENV)/.demo
 	$(BIN)/gsm demo
 
 # Every committed result that a report can draw, on one page.
-REPORTED := speed-* arms-* demo* quality-* needles-* vllm-* probe* profile-* tune-* smooth_[!v]*
+REPORTED := speed-* arms-* demo* quality-* needles-* vllm-[!ep]* probe* profile-* tune-* smooth_[!v]*
 report: $(VENV)/.demo
 	$(BIN)/gsm report $(REPORTED:%=benchmarks/results/%.json) -o docs/report-example.html --title "What GSM does on two CPU cores"
 

@@ -107,6 +107,7 @@ def test_the_committed_results_make_a_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [("not json", "not JSON"), ("{}", "no result that is known here"), ("[]", "no result was given"),
+     ('{"kind": "vllm-parallel", "checks": {}, "passed": true}', "no result that is known here"),
      ('{"arms": [{}], "workload": {}}', "damaged")],
 )  # fmt: skip
 def test_bad_files_are_refused_in_one_sentence(tmp_path: Path, content: str, words: str) -> None:

@@ -62,7 +62,7 @@ def read_known(path: Path, strict: bool = True) -> tuple[list[ResultFile], list[
     known, unknown = [], []
     for index, item in enumerate(items):
         name = f"{path.name} #{index + 1}" if len(items) > 1 else path.name
-        kind = next((kind for kind, fits in _KINDS if isinstance(item, dict) and fits(item)), None)
+        kind = _kind_of(item)
         if kind is not None:
             known.append(ResultFile(name, kind, item))
         elif strict:
@@ -70,6 +70,15 @@ def read_known(path: Path, strict: bool = True) -> tuple[list[ResultFile], list[
         else:
             unknown.append(name)
     return known, unknown
+
+
+def _kind_of(item: Any) -> str | None:
+    """What a result is, or None. One that names another kind of its own is no result of ours, whatever it holds."""
+    if not isinstance(item, dict):
+        return None
+    named = item.get("kind")
+    found = next((kind for kind, fits in _KINDS if fits(item)), None)
+    return found if named is None or found == "load" else None
 
 
 def _names() -> str:
