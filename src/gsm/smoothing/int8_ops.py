@@ -29,7 +29,7 @@ _CUDA_MIN_ROWS, _CUDA_MULTIPLE = 32, 8
 _WIDEN_ROWS = 32  # weight-only: more rows are worth widening the weights for a float32 product
 _WIDEN_CHANNELS = 4096  # weights widened at a time, so that a large head never exists in float32
 _MAX_CHUNK = 1024  # output channels that a thread takes at a time, at most
-GROUP = 64  # weight-only: weights per scale; a quarter of the damage of one scale per channel, for 6 % more bytes
+GROUP = 64  # weight-only: weights per scale; less than half the KL of one scale per channel, for 6 % more bytes
 _BLOCK_ROWS = 512  # rows per product in a gated MLP: the int32 sums stay in the cache
 
 
