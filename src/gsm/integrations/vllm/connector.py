@@ -76,8 +76,8 @@ class GsmConnector(KVConnectorBase_V1, SupportsHMA):
         self._managers = [m for m in managers if isinstance(m, GsmFullAttentionManager)]
         if not self._managers:
             raise ValueError(
-                "GsmConnector finds no cache manager of its own: layers have latent attention, or vLLM has merged all into "
-                "one group; start without cold: drop, or without --disable-hybrid-kv-cache-manager"
+                "GsmConnector finds no cache manager of its own: layers have latent attention, or vLLM has merged all "
+                "into one group; start without cold: drop, or without --disable-hybrid-kv-cache-manager"
             )
         for manager in self._managers:
             manager.gsm = self.live
