@@ -38,7 +38,7 @@ def workload(tokens: int = 512) -> results.Workload:
     return results.Workload(prompt_tokens=tokens, new_tokens=8, runs=2, batch_size=1)
 
 
-def bench(tokens: int = 512, plain_ms: float = 10.0, sparse_ms: float = 6.0) -> results.BenchResult:
+def bench(tokens: int = 512, plain_ms: float = 10.0, sparse_ms: float = 6.0, kl: float = 0.004) -> results.BenchResult:
     def arm(name: str, ms: float, kl: float, config: dict[str, Any] | None) -> results.ArmResult:
         return results.ArmResult(
             name=name,
@@ -56,7 +56,7 @@ def bench(tokens: int = 512, plain_ms: float = 10.0, sparse_ms: float = 6.0) -> 
     arms = (
         arm("transformers", plain_ms, 0.0, None),
         arm("tiers", plain_ms * 0.9, 1e-5, {"cache": {"cold": "keep"}}),
-        arm("sparse", sparse_ms, 0.006, {"cache": {"cold": "keep"}}),
+        arm("sparse", sparse_ms, kl, {"cache": {"cold": "keep"}}),
     )
     return results.BenchResult(environment=environment(), workload=workload(tokens), arms=arms)
 

@@ -67,9 +67,18 @@ def test_one_length_has_no_curve(save: Save) -> None:
 def test_verdicts_say_the_gain_with_its_price(save: Save) -> None:
     page = compose([save("a.json", bench(512))])
     sparse = next(verdict for verdict in page.verdicts if verdict.text.startswith("sparse"))
-    assert sparse.level == "good"
     assert "1.67 times as fast per token" in sparse.text
-    assert "KL 0.006 (0.003 to 0.012)" in sparse.text
+    assert "KL 0.004 (0.002 to 0.008)" in sparse.text
+    assert sparse.level == "good"
+    costly = compose([save("b.json", bench(512, kl=0.006))]).verdicts[-1]
+    assert costly.level == "warn"
+    assert "more than the 0.01 that `gsm eval` allows" in costly.text
+
+
+def test_sections_of_one_title_are_told_apart_by_their_files(save: Save) -> None:
+    page = compose([save("a.json", bench(512)), save("b.json", bench(512))])
+    titles = [section.title for section in page.sections]
+    assert titles[-2:] == ["Benchmark after 512 tokens · a", "Benchmark after 512 tokens · b"]
 
 
 def test_a_slower_arm_is_called_slower_only_outside_the_spread(save: Save) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.option(
     "--tolerance-kl",
     type=click.FloatRange(min=0),
-    default=0.01,
+    default=0.01,  # as in gsm.results.Tolerance, which --help should not have to load
     show_default=True,
     help="Highest KL to the full cache, nats per token; judged on the upper end of its 95 % interval.",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -57,6 +58,10 @@ def compose(paths: Iterable[str | Path], title: str | None = None, made_by: str 
         page.sections.append(_checked(result, BUILDERS[result.kind]))
     for name in unknown:
         page.verdicts.append(Verdict("warn", f"Left out: {name} is no result that a report knows.", name))
+    titles = Counter(section.title for section in page.sections)
+    for section in page.sections:
+        if titles[section.title] > 1:
+            section.title += f" · {Path(section.sources[0]).stem}"
     for section in page.sections:  # a verdict is said once, at the top
         section.blocks = [block for block in section.blocks if not isinstance(block, Verdict)]
     return page

@@ -173,8 +173,10 @@ class BenchResult(Record):
 class Tolerance(Record):
     """What `gsm eval` accepts. ``kl`` is held against the upper end of the interval, in nats per token."""
 
-    kl: float
-    needles_lost: int = Field(description="needles per case that the full cache finds and the config may lose")
+    kl: float = 0.01
+    needles_lost: int = Field(
+        default=1, description="needles per case that the full cache finds and the config may lose"
+    )
 
 
 class EvalResult(Record):

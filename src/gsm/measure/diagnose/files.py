@@ -9,9 +9,11 @@ from typing import Any
 
 from gsm.measure.diagnose.record import Checked, DiagnoseResult, Finding, finding
 from gsm.measure.diagnose.signals import repeated_share
+from gsm.results import Tolerance
 from gsm.results.kinds import ResultFile, read_result_files
 
-MAX_KL, MAX_LOST, KV_SHARE, STATISTICS_SHARE = 0.01, 1, 0.2, 0.01  # the first two as `gsm eval` has them
+MAX_KL, MAX_LOST = Tolerance().kl, Tolerance().needles_lost
+KV_SHARE, STATISTICS_SHARE = 0.2, 0.01
 PLAIN, LINEAR = "transformers", "linear"
 
 

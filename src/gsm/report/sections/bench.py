@@ -9,6 +9,7 @@ from typing import Any
 from gsm.report.numbers import NA, interval, mebibytes, number
 from gsm.report.page import Bar, BarChart, Block, Level, LineChart, Section, Series, Table, Verdict
 from gsm.report.sections.common import environment_notes, facts, notes_of, profile_blocks, quality_rows
+from gsm.results import Tolerance
 from gsm.results.kinds import ResultFile
 
 PLAIN = "transformers"
@@ -61,6 +62,10 @@ def _verdict(result: ResultFile, plain: dict[str, Any], arm: dict[str, Any]) -> 
     kl = quality.get("kl")
     parts.append("quality not measured" if kl is None else f"KL {number(kl, 2)} ({interval(quality.get('kl_ci95'))})")
     level: Level = "good" if good and kl is not None else "plain"
+    allowed = Tolerance().kl
+    if kl is not None and (quality.get("kl_ci95") or [kl])[-1] > allowed:
+        parts.append(f"more than the {allowed:g} that `gsm eval` allows")
+        level = "warn"
     if slower:
         level = "bad"
     return Verdict(level, f"{arm['name']} after {tokens:,} tokens: {', '.join(parts)}.", result.name)
