@@ -11,12 +11,10 @@ About 12 minutes on two cores with the demo model in float32.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
+
+from vllm_children import child, tell, write
 
 ALL = {"cache": {"sparse": {"enabled": True, "budget_fraction": 1.0}}, "vllm": {"always_select": True}}
 TOLERANCE = 1e-4
@@ -37,7 +35,7 @@ def main() -> int:
     parser.add_argument("--child", choices=("stock", "all"), help=argparse.SUPPRESS)
     told = parser.parse_args()
     if told.child:
-        print("gsm-equal " + json.dumps(run(told)), flush=True)
+        tell(run(told))
         return 0
     arms = {name: child(name) for name in ("stock", "all")}
     cases = [compare(a, b) for a, b in zip(arms["stock"]["cases"], arms["all"]["cases"], strict=True)]
@@ -53,24 +51,8 @@ def main() -> int:
             "kind": "vllm-equal", "environment": environment, "config": ALL, "tolerance": told.tolerance,
             "cases": cases, "counters": arms["all"]["counters"], "passed": passed,
         }  # fmt: skip
-        temporary = Path(told.json_path + ".tmp")
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
-        os.replace(temporary, told.json_path)
+        write(told.json_path, result)
     return 0 if passed else 1
-
-
-def child(name: str) -> dict[str, Any]:
-    """One arm in a process of its own."""
-    environment = {
-        **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-    }  # fmt: skip
-    environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    command = [sys.executable, __file__, *sys.argv[1:], "--child", name]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    line = next(x for x in done.stdout.splitlines() if x.startswith("gsm-equal "))
-    answer: dict[str, Any] = json.loads(line.removeprefix("gsm-equal "))
-    return answer
 
 
 def run(told: argparse.Namespace) -> dict[str, Any]:

@@ -13,14 +13,12 @@ About 15 minutes on two cores with the demo model in float32. One engine after t
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
+
+from vllm_children import child, tell, write
 
 KEPT = {"cold": "drop", "hot_size": 256, "recent_tokens": 128}
 ARMS: dict[str, dict[str, Any]] = {
@@ -45,7 +43,7 @@ def main() -> int:
     parser.add_argument("--child", choices=tuple(ARMS), help=argparse.SUPPRESS)
     told = parser.parse_args()
     if told.child:
-        print("gsm-eviction " + json.dumps(run(told)), flush=True)
+        tell(run(told))
         return 0
     arms = {name: child(name) for name in ARMS}
     checks = {name: judge(found) for name, found in arms.items()}
@@ -62,23 +60,8 @@ def main() -> int:
             "new_tokens": told.new_tokens, "pool_tokens": told.pool_tokens, "configs": ARMS, "arms": arms,
             "checks": checks, "passed": passed,
         }  # fmt: skip
-        temporary = Path(told.json_path + ".tmp")
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
-        os.replace(temporary, told.json_path)
+        write(told.json_path, result)
     return 0 if passed else 1
-
-
-def child(name: str) -> dict[str, Any]:
-    """One arm in a process of its own."""
-    environment = {
-        **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-    }  # fmt: skip
-    environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    command = [sys.executable, __file__, *sys.argv[1:], "--child", name]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    line = next(x for x in done.stdout.splitlines() if x.startswith("gsm-eviction "))
-    answer: dict[str, Any] = json.loads(line.removeprefix("gsm-eviction "))
-    return answer
 
 
 def judge(found: dict[str, Any]) -> dict[str, bool]:

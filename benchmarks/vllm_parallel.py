@@ -25,6 +25,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from vllm_children import write
+
 SELECT = {"cache": {"sparse": {"enabled": True, "budget_fraction": 0.125, "sigma": 2.5}}}
 ALL = {"cache": {"sparse": {"enabled": True, "budget_fraction": 1.0}}, "vllm": {"always_select": True}}
 DROP = {"cache": {"policy": "budget", "warm_size": 512, "hot_size": 512, "cold": "drop", "sparse": {"enabled": True}}}
@@ -71,9 +73,7 @@ def main() -> int:
             "ranks": ranks,
             "passed": passed,
         }
-        temporary = Path(told.json_path + ".tmp")
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
-        os.replace(temporary, told.json_path)
+        write(told.json_path, result)
     return 0 if passed else 1
 
 
