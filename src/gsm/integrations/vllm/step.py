@@ -140,13 +140,13 @@ class Step:
 
     def _loaded(self, common: Any) -> Tensor:
         """Blocks before the new tokens of rows in their prompt: a connector may have filled them just now."""
-        found = [torch.zeros(0, dtype=torch.long)]
+        found = [self.tables.new_zeros(0)]
         prefilling = common.is_prefilling
         for i, length in enumerate(self.lengths):
             if prefilling is None or bool(prefilling[i]):
                 num_past = length - (self.starts[i + 1] - self.starts[i])
-                found.append(self.tables[i, : num_past // self.block_size].long().cpu())
-        return torch.cat(found)
+                found.append(self.tables[i, : num_past // self.block_size])
+        return torch.cat(found).long()
 
     def _selected(self, common: Any, rows: Rows, num_tables: int, device: torch.device) -> tuple[Any, Tensor]:
         """Metadata for the decode rows; where heads choose for themselves, each is a request of its own."""

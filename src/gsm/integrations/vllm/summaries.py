@@ -46,7 +46,7 @@ class KnownBlocks:
 
     def forget(self, blocks: Tensor) -> None:
         """What `blocks` int64 `[N]` hold has changed behind our back."""
-        self.known[blocks.to(self.known.device)] = False
+        self.known[blocks] = False
 
     def update(
         self, slots: Tensor, block_size: int, tables: Tensor | None = None, complete: Tensor | None = None
